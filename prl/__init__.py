@@ -1,0 +1,1 @@
+"""prl: asynchronous reinforcement learning of Mixture-of-Experts language models, natively on Slurm."""

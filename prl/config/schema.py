@@ -1,0 +1,238 @@
+"""The schema of a run. Strict: an unknown key or a wrong type is an error that names its path.
+
+Importing this module does not import torch. Rules that span fields live in `prl.config.rules`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+PositiveInt = Annotated[int, Field(gt=0)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+DType = Literal["float32", "bfloat16", "float64"]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class Run(Section):
+    name: str = "run"
+    """Folder of the run below `dir`."""
+    dir: Path = Path("outputs")
+    seed: int = 0
+    deterministic: bool = False
+    """Synchronous lock-step mode: every batch follows from the seed alone, bit for bit."""
+
+
+class Model(Section):
+    path: Path | None = None
+    """Hugging Face folder (config.json, safetensors, tokenizer.json) to start from."""
+    architecture: dict[str, Any] | None = None
+    """A config.json written inline; weights are then drawn from the seed."""
+    dtype: DType = "float32"
+    """Type of the trainer's forward and backward; masters and optimizer are at least float32."""
+    frozen: list[str] = [r".*\.indexer\..*"]
+    """Regular expressions over full parameter names (fullmatch) that get no gradient."""
+
+
+class Tokenizer(Section):
+    path: Path | None = None
+    """tokenizer.json or a folder with one; default: the model's folder."""
+    characters: str | None = None
+    """One token a character of this alphabet, instead of a file."""
+    vocab_size: PositiveInt | None = None
+    """Pad the character vocabulary to this size with tokens that are never sampled."""
+
+
+class Env(Section):
+    name: str
+    kind: str
+    """Registered environment: reasoning_gym, calculator, python, … or `package.module:Class`."""
+    weight: PositiveFloat = 1.0
+    options: dict[str, Any] = {}
+    timeout_s: PositiveFloat = 60.0
+    """Deadline of one rollout's environment work, generation excluded."""
+    sandbox: Literal["namespaces", "none"] = "namespaces"
+    retries: NonNegativeInt = 1
+    """Attempts after an environment error before the rollout counts as failed."""
+
+
+class Sampling(Section):
+    temperature: NonNegativeFloat = 1.0
+    max_tokens: PositiveInt = 64
+    """Completion tokens per turn."""
+    max_turns: PositiveInt = 1
+    max_length: PositiveInt = 512
+    """Tokens of one sample, prompt included; longer ones are cut and counted."""
+    top_p: Fraction = 1.0
+    top_k: NonNegativeInt = 0
+    """0 is off. Training rollouts must leave top_p and top_k off."""
+
+
+class Advantage(Section):
+    kind: str = "grpo"
+    """grpo, grpo_std, rloo, dr_grpo, max_rl, or `package.module:function`."""
+    length_penalty: NonNegativeFloat = 0.0
+
+
+class Orchestrator(Section):
+    batch_size: PositiveInt = 64
+    """Rollouts per optimizer step; a multiple of group_size."""
+    group_size: PositiveInt = 8
+    synchronous: bool = False
+    """Generate batch n only when the weights of step n - 1 are applied."""
+    max_staleness: NonNegativeInt = 2
+    stale: Literal["drop", "mask"] = "drop"
+    """A rollout over max_staleness is dropped, or only its old tokens are masked."""
+    max_in_flight: PositiveInt = 256
+    """Rollouts generating at once over all replicas."""
+    max_refills: NonNegativeInt = 20
+    """Groups replaced per batch (filtered, failed, stale), in multiples of the batch's groups, before the run saves and exits 75."""
+    when_learned: Literal["stop", "save"] = "save"
+    """What exhausted refills mean when every group was solved: `stop` ends the run normally."""
+    max_failed_fraction: Fraction = 0.5
+    """A group with more failed members than this is dropped; else its survivors form the baseline."""
+    queue_bytes: PositiveInt = 1 << 30
+    """Bound of finished rollouts waiting for a batch."""
+    advantage: Advantage = Advantage()
+    shuffle_rewards: bool = False
+    """A control: rewards permuted over the batch, which must teach nothing."""
+    curriculum: Literal["uniform", "difficulty"] = "uniform"
+
+
+class Loss(Section):
+    kind: str = "dppo"
+    """dppo, grpo, gspo, cispo, icepop, tis, or `package.module:function`."""
+    normalise: Literal["token", "sequence"] = "token"
+    options: dict[str, float] = {}
+
+
+class Optim(Section):
+    kind: Literal["adamw", "sgd"] = "adamw"
+    lr: NonNegativeFloat = 1e-4
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: PositiveFloat = 1e-8
+    weight_decay: NonNegativeFloat = 0.0
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: NonNegativeInt = 0
+    clip: PositiveFloat = 1.0
+
+
+class Trainer(Section):
+    ranks: PositiveInt = 1
+    steps: PositiveInt = 100
+    pack_tokens: PositiveInt = 8192
+    """Token budget of one micro-batch."""
+    loss: Loss = Loss()
+    optim: Optim = Optim()
+    router_replay: bool = True
+    replay_selections: bool = False
+    """Replay the indexer's recorded selections too (debugging)."""
+    bias_update: NonNegativeFloat = 0.0
+    """Step of the router's correction bias per optimizer step; 0 leaves it alone."""
+    lm_head_chunk: PositiveInt = 4096
+    """Tokens per chunk of the LM head."""
+    max_nonfinite: NonNegativeInt = 3
+    """Steps skipped for a non-finite loss or gradient before the run stops."""
+
+
+class Inference(Section):
+    engine: Literal["embedded", "vllm"] = "embedded"
+    replicas: PositiveInt = 1
+    dtype: DType = "float32"
+    max_batch: PositiveInt = 128
+    """Sequences decoded together."""
+    max_prefill_tokens: PositiveInt = 2048
+    """Prompt tokens of one engine step (chunked prefill)."""
+    kv_tokens: PositiveInt = 65536
+    """Tokens that the KV cache holds."""
+    prefix_cache: bool = True
+    stream_interval: PositiveInt = 32
+    """Tokens per streamed chunk."""
+    record_routes: bool = True
+    record_selections: bool = False
+    selection_bytes: PositiveInt = 1 << 28
+    """Cap of recorded selections per request."""
+
+
+class Evaluation(Section):
+    tasks: PositiveInt = 512
+    """Held-out tasks, never trained on."""
+    every: PositiveInt = 25
+    """Optimizer steps between evaluations in the run."""
+    tasks_in_run: PositiveInt = 128
+    """Tasks of an evaluation between the first and the last."""
+    greedy: bool = True
+    timeout_s: PositiveFloat = 120.0
+    """Deadline; an evaluation cut by it is marked incomplete and not reported."""
+
+
+class Sft(Section):
+    steps: PositiveInt = 200
+    batch_size: PositiveInt = 128
+    examples: PositiveInt = 4096
+    """Worked answers; they are repeated in a new order each epoch."""
+    optim: Optim = Optim(lr=3e-4)
+    stop_at: Fraction | None = None
+    """Stop early when the greedy solve rate on `dev_tasks` reaches this."""
+    dev_tasks: PositiveInt = 128
+    dev_every: PositiveInt = 25
+
+
+class Control(Section):
+    """More SFT on the same worked answers for as long as the RL phase took."""
+
+    time_fraction: Fraction = 1.0
+
+
+class Checkpoint(Section):
+    every: PositiveInt = 50
+    keep: PositiveInt = 2
+
+
+class Transport(Section):
+    weights: Literal["filesystem", "shared_memory"] = "shared_memory"
+    keep_versions: Annotated[int, Field(ge=2)] = 3
+    poll_s: PositiveFloat = 0.02
+
+
+class Launch(Section):
+    threads: dict[Literal["trainer", "orchestrator", "inference"], PositiveInt] = {}
+    """Threads per process of a role; default: cores divided by the role processes, at least one."""
+    start_timeout_s: PositiveFloat = 120.0
+    wait_timeout_s: PositiveFloat = 600.0
+    """Deadline of every wait of one role for another in a running run."""
+    stop_timeout_s: PositiveFloat = 8.0
+    """From the request to stop until the roles are killed."""
+    heartbeat_timeout_s: PositiveFloat = 60.0
+
+
+class Monitor(Section):
+    console: Literal["auto", "live", "plain", "off"] = "auto"
+    samples: NonNegativeInt = 8
+    """Rollouts kept verbatim per step for the report."""
+
+
+class RunConfig(Section):
+    run: Run = Run()
+    model: Model = Model()
+    tokenizer: Tokenizer = Tokenizer()
+    envs: list[Env] = []
+    sampling: Sampling = Sampling()
+    orchestrator: Orchestrator = Orchestrator()
+    trainer: Trainer = Trainer()
+    inference: Inference = Inference()
+    evaluation: Evaluation = Evaluation()
+    sft: Sft | None = None
+    control: Control | None = None
+    checkpoint: Checkpoint = Checkpoint()
+    transport: Transport = Transport()
+    launch: Launch = Launch()
+    monitor: Monitor = Monitor()

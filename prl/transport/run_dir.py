@@ -1,0 +1,79 @@
+"""The folder of a run: where everything of it lies, its secret, and how its roles find each other."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from prl.monitor.metrics import Metrics
+from prl.monitor.status import Status
+
+
+class RunDir:
+    """Paths below `root` (mode 0700): config.yaml, secret (0600), metrics.jsonl, status/, logs/, rendezvous/, checkpoints/,
+    spool/, versions.jsonl, ledger.jsonl, tasks.jsonl, weights/, summary.json, report.html.
+    """
+
+    def __init__(self, root: Path | str):
+        self.root = Path(root)
+
+    def create(self) -> RunDir:
+        """Make the folders and the secret where they are not there yet."""
+        self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for name in ("status", "logs", "rendezvous", "checkpoints", "spool"):
+            (self.root / name).mkdir(exist_ok=True, mode=0o700)
+        if not self.secret_path.exists():
+            fd = os.open(self.secret_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            os.write(fd, secrets.token_hex(32).encode())
+            os.close(fd)
+        return self
+
+    def __truediv__(self, name: str) -> Path:
+        return self.root / name
+
+    @property
+    def config_path(self) -> Path:
+        return self.root / "config.yaml"
+
+    @property
+    def secret_path(self) -> Path:
+        return self.root / "secret"
+
+    @property
+    def secret(self) -> str:
+        mode = self.secret_path.stat().st_mode & 0o777
+        if mode & 0o077:
+            raise PermissionError(f"{self.secret_path}: mode {mode:o}, expected 600 (chmod 600 it)")
+        return self.secret_path.read_text().strip()
+
+    def metrics(self, role: str) -> Metrics:
+        return Metrics(self.root / "metrics.jsonl", role)
+
+    def status(self, role: str, metrics: Metrics | None = None) -> Status:
+        return Status(self.root / "status" / f"{role}.json", role, metrics)
+
+    def announce(self, role: str, **address: Any) -> None:
+        """Tell the other roles where this one listens: rendezvous/<role>.json, written whole."""
+        path = self.root / "rendezvous" / f"{role}.json"
+        temporary = path.with_suffix(".tmp")
+        temporary.write_bytes(orjson.dumps({"pid": os.getpid(), "t": time.time(), **address}))
+        temporary.replace(path)
+
+    def address(self, role: str) -> dict[str, Any] | None:
+        path = self.root / "rendezvous" / f"{role}.json"
+        return orjson.loads(path.read_bytes()) if path.exists() else None
+
+    def find(self, role: str, timeout_s: float, *, clock: Callable[[], float] = time.monotonic) -> dict[str, Any]:
+        """Wait for a role's address; TimeoutError names role and file."""
+        deadline = clock() + timeout_s
+        while (address := self.address(role)) is None:
+            if clock() > deadline:
+                raise TimeoutError(f"{role} did not announce itself in {self.root / 'rendezvous'} within {timeout_s:g} s")
+            time.sleep(0.02)
+        return address
