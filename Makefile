@@ -1,0 +1,84 @@
+# Everything sets itself up: the virtual environment is made on first use and renewed when the requirements change.
+#   make demo            the main job: SFT, then asynchronous RL, then the control (SEED=n, RANKS=n)
+#   make test            the tests;  make test-long: the slow ones;  make lint: ruff and mypy
+#   make demo-seeds      three seeds, summaries kept in bench/results/
+#   make bench-peers     the demo's rollouts/s beside TRL's, in an environment of its own
+# PYTHON: the interpreter (3.11 or newer); VENV: the environment's folder; TORCH_INDEX: where torch comes from, e.g. the CPU index.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+
+PYTHON ?= python3
+VENV ?= .venv
+PEERS_VENV ?= .venv-peers
+SEED ?= 0
+RANKS ?= 1
+TORCH ?= torch==2.13.0
+TORCH_INDEX ?=
+
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+PIP_INSTALL = -m pip install --disable-pip-version-check --progress-bar off -q
+
+# With a home that cannot be written, caches and settings go below outputs/.
+ifneq ($(shell test -w "$$HOME" && echo yes),yes)
+export HOME := $(CURDIR)/outputs/.home
+endif
+export HF_HUB_OFFLINE := 1
+export HF_HOME ?= $(CURDIR)/outputs/.cache/huggingface
+export TOKENIZERS_PARALLELISM := false
+
+.PHONY: venv demo demo-seeds test test-long lint format bench-peers check-python clean
+
+venv: $(READY)
+
+check-python:
+	@command -v $(PYTHON) >/dev/null || { echo "make: $(PYTHON) not found; install Python 3.11 or newer, or set PYTHON=/path/to/python" >&2; exit 2; }
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"make: $(PYTHON) is Python {v[0]}.{v[1]}; 3.11 or newer is needed, set PYTHON=/path/to/python3.11")' || exit 2
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "make: $(PYTHON) has no venv module (on Debian: apt-get install python3-venv)" >&2; exit 2; }
+	@command -v $(CXX) >/dev/null || { echo "make: no C++ compiler $(CXX) (on Debian: apt-get install g++)" >&2; exit 2; }
+
+$(READY): pyproject.toml setup.py | check-python
+	@mkdir -p outputs "$$HOME"
+	@test -x $(BIN)/python || { echo "make: creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@echo "make: installing $(TORCH) and the requirements into $(VENV) (once)"
+	@$(BIN)/python $(PIP_INSTALL) "$(TORCH)" $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+	@$(BIN)/python $(PIP_INSTALL) -e ".[dev]"
+	@touch $@
+
+demo: $(READY)
+	$(BIN)/python -m prl.rl configs/demo.yaml run.name=demo-$(SEED) run.seed=$(SEED) trainer.ranks=$(RANKS)
+
+demo-seeds: $(READY)
+	@mkdir -p bench/results
+	@for seed in 0 1 2; do \
+	  $(MAKE) --no-print-directory demo SEED=$$seed && cp outputs/demo-$$seed/summary.json bench/results/demo-seed-$$seed.json || exit 1; \
+	done
+
+test: $(READY)
+	$(BIN)/python -m pytest $(ARGS)
+
+test-long: $(READY)
+	$(BIN)/python -m pytest -m "long and not gpu" $(ARGS)
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+$(PEERS_VENV)/.ready: $(READY)
+	@test -x $(PEERS_VENV)/bin/python || $(PYTHON) -m venv $(PEERS_VENV)
+	@$(PEERS_VENV)/bin/python $(PIP_INSTALL) "$(TORCH)" $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+	@$(PEERS_VENV)/bin/python $(PIP_INSTALL) -e ".[peers]"
+	@touch $@
+
+bench-peers: $(READY) $(PEERS_VENV)/.ready
+	$(BIN)/python -m prl.bench pipeline --peers $(PEERS_VENV)/bin/python $(ARGS)
+
+clean:
+	rm -rf $(VENV) $(PEERS_VENV) build *.egg-info
