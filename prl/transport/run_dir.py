@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import secrets
 import time
@@ -51,6 +52,11 @@ class RunDir:
         if mode & 0o077:
             raise PermissionError(f"{self.secret_path}: mode {mode:o}, expected 600 (chmod 600 it)")
         return self.secret_path.read_text().strip()
+
+    @property
+    def id(self) -> str:
+        """The run's id on the wire: follows from the secret without telling it."""
+        return hashlib.blake2b(self.secret.encode(), digest_size=8, person=b"prl-run-id").hexdigest()
 
     def metrics(self, role: str) -> Metrics:
         return Metrics(self.root / "metrics.jsonl", role)
