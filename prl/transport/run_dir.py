@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import orjson
 
@@ -57,6 +57,10 @@ class RunDir:
     def id(self) -> str:
         """The run's id on the wire: follows from the secret without telling it."""
         return hashlib.blake2b(self.secret.encode(), digest_size=8, person=b"prl-run-id").hexdigest()
+
+    def weights_path(self, where: Literal["filesystem", "shared_memory"]) -> Path:
+        """The folder of published weight versions (`transport.weights`)."""
+        return Path("/dev/shm") / f"prl-{self.id}" if where == "shared_memory" else self.root / "weights"
 
     def metrics(self, role: str) -> Metrics:
         return Metrics(self.root / "metrics.jsonl", role)

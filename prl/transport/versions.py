@@ -38,7 +38,7 @@ class VersionLog:
         return version
 
     def lineage(self, resume_step: int) -> int:
-        """Start the next lineage from the checkpoint of `resume_step`; returns its number. Versions of later steps are abandoned."""
+        """Start the next lineage from the checkpoint of `resume_step`, abandon the versions of later steps; its number."""
         self._refresh()
         self._append({"kind": "resume", "step": resume_step, "lineage": self._lineage + 1})
         return self._lineage
