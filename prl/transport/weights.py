@@ -167,9 +167,9 @@ class WeightStore:
             try:
                 with safe_open(folder / file, framework="pt") as f:
                     out.update({name: f.get_tensor(name) for name in names})
-            except FileNotFoundError as e:
-                raise self._gone(version) from e
-            except (OSError, SafetensorError) as e:
+            except (OSError, SafetensorError, RuntimeError) as e:  # RuntimeError: torch maps the file by its name once more
+                if not folder.exists():
+                    raise self._gone(version) from e
                 raise WeightStoreError(f"{folder / file}: cannot be read: {e}") from e
         for name, entry in manifest.tensors.items():
             t = out[name]

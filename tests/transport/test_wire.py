@@ -7,7 +7,15 @@ from hypothesis import strategies as st
 
 from prl.samples import PER_TOKEN, Batch, Rollout, Sample, pack
 from prl.transport import wire
-from prl.transport.wire import WireError, batch_to_message, decode, encode, message_to_batch, rollout_from_bytes, rollout_to_bytes
+from prl.transport.wire import (
+    WireError,
+    batch_to_message,
+    decode,
+    encode,
+    message_to_batch,
+    rollout_from_bytes,
+    rollout_to_bytes,
+)
 
 RUN = "run-1"
 
@@ -69,11 +77,18 @@ def test_rollout_round_trip(routes: bool) -> None:
     assert got == sent
 
 
-@given(st.lists(st.sampled_from(sorted(wire._DTYPES)), max_size=3), st.lists(st.integers(0, 3), max_size=3), st.binary(min_size=216))
+DTYPES, SHAPE = st.lists(st.sampled_from(sorted(wire._DTYPES)), max_size=3), st.lists(st.integers(0, 3), max_size=3)
+
+
+@given(DTYPES, SHAPE, st.binary(min_size=216))
 def test_arrays_round_trip(dtypes: list[str], shape: list[int], raw: bytes) -> None:
     n = int(np.prod(shape))
-    arrays = {f"a{i}": (np.frombuffer(raw[:n], np.uint8) > 99 if d == "bool" else np.frombuffer(raw[: n * np.dtype(d).itemsize], d)) for i, d in enumerate(dtypes)}
-    arrays = {k: a.reshape(shape) for k, a in arrays.items()}
+    arrays = {
+        f"{d}-{i}": (np.frombuffer(raw[:n], np.uint8) > 99).reshape(shape)
+        if d == "bool"
+        else np.frombuffer(raw[: n * np.dtype(d).itemsize], d).reshape(shape)
+        for i, d in enumerate(dtypes)
+    }
     got = decode(encode("x", {"k": [1, "a", None]}, arrays, run_id=RUN, step=3, version=9), run_id=RUN)
     assert (got.kind, got.step, got.version, got.header) == ("x", 3, 9, {"k": [1, "a", None]})
     for k, a in arrays.items():
@@ -142,8 +157,11 @@ def test_a_damaged_block_is_a_named_error(data: st.DataObject) -> None:
         rollout_from_bytes(bytes(block), run_id=RUN)
 
 
+FIELDS = st.sampled_from(["counts", "rollout_ids", "checksum", "branches"])
+
+
 @settings(max_examples=100)
-@given(st.dictionaries(st.sampled_from(["counts", "rollout_ids", "checksum", "branches"]), st.none() | st.integers(-9, 9) | st.lists(st.integers(0, 2))))
+@given(st.dictionaries(FIELDS, st.none() | st.integers(-9, 9) | st.lists(st.integers(0, 2))))
 def test_a_well_formed_message_with_wrong_content_is_a_named_error(header: dict) -> None:
     """Another version of prl could send it: the digest is right, the fields are not."""
     with pytest.raises(WireError) as e:
