@@ -25,7 +25,7 @@ class Section(BaseModel):
 class Run(Section):
     name: str = "run"
     """Folder of the run below `dir`."""
-    dir: Path = Path("outputs")
+    dir: Annotated[Path, Field(strict=False)] = Path("outputs")
     seed: int = 0
     deterministic: bool = False
     """Synchronous lock-step mode: every batch follows from the seed alone, bit for bit."""
@@ -94,7 +94,7 @@ class Orchestrator(Section):
     max_in_flight: PositiveInt = 256
     """Rollouts generating at once over all replicas."""
     max_refills: NonNegativeInt = 20
-    """Groups replaced per batch (filtered, failed, stale), in multiples of the batch's groups, before the run saves and exits 75."""
+    """Groups replaced per batch (filtered, failed, stale), in multiples of its groups, before the run saves and exits 75."""
     when_learned: Literal["stop", "save"] = "save"
     """What exhausted refills mean when every group was solved: `stop` ends the run normally."""
     max_failed_fraction: Fraction = 0.5

@@ -1,0 +1,181 @@
+"""Rules that span fields of a configuration: pure checks that say what is wrong and why, and never change anything."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from prl.config.schema import RunConfig
+
+Check = Callable[[RunConfig], Iterator[tuple[str, str]]]
+_RULES: list[tuple[tuple[str, ...], Check]] = []
+
+
+def _reads(*paths: str) -> Callable[[Check], Check]:
+    """A rule yields (path, message) for what it finds; it reads `paths`, and stays out when one of them is not sound."""
+
+    def register(check: Check) -> Check:
+        _RULES.append((paths, check))
+        return check
+
+    return register
+
+
+def broken_rules(config: RunConfig, unsound: Sequence[str] = ()) -> list[tuple[str, str]]:
+    """(path, message) of every broken rule, but for rules that read something at or below a path in `unsound`, or above one."""
+
+    def overlap(a: str, b: str) -> bool:
+        return not a or not b or f"{a}.".startswith(f"{b}.") or f"{b}.".startswith(f"{a}.")
+
+    return [
+        found for paths, check in _RULES if not any(overlap(p, u) for p in paths for u in unsound) for found in check(config)
+    ]
+
+
+Found = Iterator[tuple[str, str]]
+
+
+@_reads("run.name", "run.seed")
+def _run(c: RunConfig) -> Found:
+    if c.run.name in (".", "..") or not re.fullmatch(r"[\w.+=-][\w.+= -]*", c.run.name):
+        yield "run.name", f"expected the name of one folder (letters, digits, . _ + = -), got {c.run.name!r}"
+    if not 0 <= c.run.seed < 2**63:
+        yield "run.seed", f"expected 0 to 2^63 - 1, got {c.run.seed}"
+
+
+@_reads("model.path", "model.architecture")
+def _model_source(c: RunConfig) -> Found:
+    if (c.model.path is None) == (c.model.architecture is None):
+        got = "neither" if c.model.path is None else "both"
+        yield "model", f"expected exactly one of path (weights to start from) and architecture (fresh weights), got {got}"
+
+
+@_reads("model.frozen")
+def _frozen(c: RunConfig) -> Found:
+    for i, pattern in enumerate(c.model.frozen):
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            yield f"model.frozen.{i}", f"not a regular expression: {error}"
+
+
+@_reads("model.path", "model.architecture", "tokenizer")
+def _tokenizer_source(c: RunConfig) -> Found:
+    t, given = c.tokenizer, (c.tokenizer.path is not None) + (c.tokenizer.characters is not None)
+    if given > 1:
+        yield "tokenizer", "expected one of path and characters, got both"
+    if given == 0 and c.model.path is None:
+        yield "tokenizer", "a model made from architecture brings no tokenizer: set path or characters"
+    if t.characters is not None and len(set(t.characters)) < len(t.characters):
+        twice = sorted({ch for ch in t.characters if t.characters.count(ch) > 1})
+        yield "tokenizer.characters", f"expected each character once, got {''.join(twice)!r} more than once"
+    if t.vocab_size is not None and t.characters is None:
+        yield "tokenizer.vocab_size", "pads a character vocabulary, and tokenizer.characters is not set"
+    size = _number(c, "vocab_size")
+    if size is not None and t.vocab_size is not None and t.vocab_size > size:
+        yield "tokenizer.vocab_size", f"expected at most model.architecture.vocab_size = {size:g}, got {t.vocab_size}"
+
+
+@_reads("envs")
+def _envs(c: RunConfig) -> Found:
+    if not c.envs:
+        yield "envs", "expected at least one environment, each with name and kind"
+    names = [e.name for e in c.envs]
+    for i, name in enumerate(names):
+        if name in names[:i]:
+            yield f"envs.{i}.name", f"{name!r} names an earlier environment too; expected each name once"
+
+
+@_reads("sampling.temperature", "sampling.top_p", "sampling.top_k")
+def _training_distribution(c: RunConfig) -> Found:
+    why = "the trainer scores tokens under the whole distribution and cannot reproduce a truncated one; evaluation may truncate"
+    if c.sampling.top_p < 1:
+        yield "sampling.top_p", f"expected 1 for training rollouts, got {c.sampling.top_p:g}: {why}"
+    if c.sampling.top_k:
+        yield "sampling.top_k", f"expected 0 for training rollouts, got {c.sampling.top_k}: {why}"
+    if c.sampling.temperature == 0:
+        yield "sampling.temperature", f"expected above 0 for training rollouts: {why}"
+
+
+@_reads("sampling.max_length", "sampling.max_tokens", "model.architecture", "inference.kv_tokens", "trainer.pack_tokens")
+def _lengths(c: RunConfig) -> Found:
+    length = c.sampling.max_length
+    if c.sampling.max_tokens >= length:
+        yield (
+            "sampling.max_tokens",
+            f"expected below max_length = {length}, which counts the prompt too, got {c.sampling.max_tokens}",
+        )
+    positions = _number(c, "max_position_embeddings")
+    if positions is not None and length > positions:
+        yield "sampling.max_length", f"expected at most the model's max_position_embeddings = {positions:g}, got {length}"
+    for path, tokens in (("inference.kv_tokens", c.inference.kv_tokens), ("trainer.pack_tokens", c.trainer.pack_tokens)):
+        if tokens < length:
+            yield path, f"expected at least sampling.max_length = {length}, so that one sample fits, got {tokens}"
+
+
+@_reads("orchestrator.batch_size", "orchestrator.group_size", "orchestrator.max_in_flight", "orchestrator.advantage")
+def _groups(c: RunConfig) -> Found:
+    o = c.orchestrator
+    if o.batch_size % o.group_size:
+        below, above = o.batch_size // o.group_size * o.group_size, -(-o.batch_size // o.group_size) * o.group_size
+        near = f"{below} or {above}" if below else str(above)
+        yield (
+            "orchestrator.batch_size",
+            f"expected a multiple of group_size = {o.group_size}, such as {near}, got {o.batch_size}",
+        )
+    if o.group_size < 2 and ":" not in o.advantage.kind:
+        yield (
+            "orchestrator.group_size",
+            f"{o.advantage.kind} compares the rollouts of a group: expected at least 2, got {o.group_size}",
+        )
+    if o.max_in_flight < o.group_size:
+        yield "orchestrator.max_in_flight", f"expected at least group_size = {o.group_size}, got {o.max_in_flight}"
+
+
+@_reads(
+    "run.deterministic",
+    "orchestrator.synchronous",
+    "orchestrator.max_in_flight",
+    "orchestrator.batch_size",
+    "inference.prefix_cache",
+)
+def _deterministic(c: RunConfig) -> Found:
+    if not c.run.deterministic:
+        return
+    o, why = c.orchestrator, "run.deterministic needs it: an engine's bits depend on what shares its batch"
+    if not o.synchronous:
+        yield "orchestrator.synchronous", f"expected true; {why}"
+    if c.inference.prefix_cache:
+        yield "inference.prefix_cache", f"expected false; {why}"
+    if o.max_in_flight < o.batch_size:
+        yield "orchestrator.max_in_flight", f"expected at least batch_size = {o.batch_size}, got {o.max_in_flight}; {why}"
+
+
+@_reads("trainer.router_replay", "trainer.replay_selections", "inference.record_routes", "inference.record_selections")
+def _replay(c: RunConfig) -> Found:
+    for replay, record in (("router_replay", "record_routes"), ("replay_selections", "record_selections")):
+        if getattr(c.trainer, replay) and not getattr(c.inference, record):
+            yield f"inference.{record}", f"expected true, since trainer.{replay} replays what the engine records"
+
+
+@_reads("inference.engine", "inference.dtype", "inference.record_selections")
+def _vllm(c: RunConfig) -> Found:
+    if c.inference.engine != "vllm":
+        return
+    if c.inference.dtype == "float64":
+        yield "inference.dtype", "vLLM has no float64; expected float32 or bfloat16"
+    if c.inference.record_selections:
+        yield "inference.record_selections", "vLLM does not return the indexer's selections; expected false"
+
+
+@_reads("control", "sft")
+def _control(c: RunConfig) -> Found:
+    if c.control is not None and c.sft is None:
+        yield "control", "is more SFT on the worked answers of sft, which is not set"
+
+
+def _number(c: RunConfig, key: str) -> float | None:
+    """A number of the inline architecture; its other faults are the model's to report."""
+    value: Any = (c.model.architecture or {}).get(key)
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
