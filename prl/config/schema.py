@@ -25,7 +25,7 @@ class Section(BaseModel):
 class Run(Section):
     name: str = "run"
     """Folder of the run below `dir`."""
-    dir: Annotated[Path, Field(strict=False)] = Path("outputs")
+    dir: Path = Field(default=Path("outputs"), validate_default=False)
     seed: int = 0
     deterministic: bool = False
     """Synchronous lock-step mode: every batch follows from the seed alone, bit for bit."""
