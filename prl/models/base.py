@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from prl.layers.layout import Layout
+from prl.models.spec import ModelSpec
 
 
 @dataclass(slots=True)
@@ -41,3 +42,26 @@ class ForwardOutput:
     """int64 [L, E]: tokens per expert, padding excluded."""
     selections_TAS: Tensor | None = None
     """int32 [T, A, index_topk], if asked for."""
+
+
+class Model(nn.Module):
+    """A model of any architecture; parameter names are Hugging Face's, but the experts of a layer are stacked."""
+
+    spec: ModelSpec
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The blocks, in order."""
+        raise NotImplementedError
+
+    @property
+    def lm_head_weight(self) -> Tensor:
+        """[V, D]; the embedding where they are tied."""
+        raise NotImplementedError
+
+    def cache_spec(self) -> list[tuple[int, str, tuple[int, ...]]]:
+        """(layer, name, shape of a token's row) of everything that attention passes to `Bucket.keys`."""
+        raise NotImplementedError
+
+    def forward(self, given: ForwardInput) -> ForwardOutput:
+        raise NotImplementedError

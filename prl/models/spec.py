@@ -1,6 +1,6 @@
 """What a config.json says about a model: `read_spec` checks it and fills in the defaults. Free of torch.
 
-A value that prl does not compute (a sliding window, another activation, expert groups, …) is refused, never ignored.
+A value that prl does not compute (a sliding window, another activation, …) is refused, never ignored.
 """
 
 from __future__ import annotations
@@ -90,20 +90,32 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "glm_moe_dsa": _GLM | {"routed_scaling_factor": 2.5, "first_k_dense_replace": 3, "mlp_bias": False},
     "glm4_moe": _GLM | {"use_qk_norm": False, "partial_rotary_factor": 0.5},
     "qwen3_moe": _COMMON
-    | {"rms_norm_eps": 1e-6, "norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": [], "use_sliding_window": False},
+    | {
+        "rms_norm_eps": 1e-6,
+        "norm_topk_prob": False,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "use_sliding_window": False,
+    },
     "qwen3": _COMMON | {"rms_norm_eps": 1e-6, "head_dim": 128, "use_sliding_window": False},
     "llama": _COMMON | {"rms_norm_eps": 1e-6, "mlp_bias": False, "pretraining_tp": 1},
 }
 """transformers' defaults for keys that published files leave out; sizes have no default."""
 
-_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "max_position_embeddings",
+)
 _MLA_SIZES = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _DSA_SIZES = ("index_topk", "index_head_dim", "index_n_heads")
 _ONLY: dict[str, Any] = {
     "hidden_act": "silu",
     "attention_dropout": 0.0,
-    "n_group": 1,
-    "topk_group": 1,
+    "mlp_bias": False,
     "use_sliding_window": False,
     "pretraining_tp": 1,
     "scoring_func": "sigmoid",
@@ -162,8 +174,8 @@ def _spec(raw: dict[str, Any], where: str) -> ModelSpec:
             raise SpecError(f"{where}: {key}: {raw[key]!r} is not supported, only {only!r}")
     heads = size("num_attention_heads")
     fill("num_key_value_heads", heads)
-    if heads % size("num_key_value_heads"):
-        raise SpecError(f"{where}: num_attention_heads {heads} is not a multiple of num_key_value_heads {raw['num_key_value_heads']}")
+    if heads % (key_heads := size("num_key_value_heads")):
+        raise SpecError(f"{where}: num_attention_heads {heads} is not a multiple of num_key_value_heads {key_heads}")
 
     n_layers = size("num_hidden_layers")
     moe_layers: tuple[int, ...] = ()
