@@ -5,13 +5,12 @@ Legend: T flat tokens, D hidden width, H query heads, G key heads, C width of a 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from prl.layers.layout import Layout
+from prl.layers.block import AttentionLayer, LayerInput, Selection
 from prl.layers.norm import RMSNorm
 
 
@@ -28,7 +27,7 @@ class AttentionConfig:
     """RMSNorm of every query and key head before the rotation."""
 
 
-class Attention(nn.Module):
+class Attention(AttentionLayer):
     def __init__(self, config: AttentionConfig, layer: int):
         super().__init__()
         c = self.config = config
@@ -41,21 +40,20 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else None
 
     def cache_spec(self) -> list[tuple[int, str, tuple[int, ...]]]:
-        """What `forward` passes to `Bucket.keys`: (layer, name, shape of a token's row). Keys are cached rotated."""
+        # Keys are cached rotated.
         width = (self.config.key_heads, self.config.head_dim)
         return [(self.layer, "k", width), (self.layer, "v", width)]
 
-    def forward(self, x_TD: Tensor, rotate: Callable[[Tensor], Tensor], layout: Layout) -> Tensor:
-        """[T, D] → [T, D]; `rotate` is the rotary embedding of [T, heads, C] at these tokens' positions."""
+    def forward(self, x_TD: Tensor, inputs: LayerInput) -> tuple[Tensor, Selection | None]:
         c = self.config
         q_THC = self.q_proj(x_TD).unflatten(-1, (c.heads, c.head_dim))
         k_TGC = self.k_proj(x_TD).unflatten(-1, (c.key_heads, c.head_dim))
         v_TGC = self.v_proj(x_TD).unflatten(-1, (c.key_heads, c.head_dim))
         if self.q_norm is not None and self.k_norm is not None:
             q_THC, k_TGC = self.q_norm(q_THC), self.k_norm(k_TGC)
-        q_THC, k_TGC = rotate(q_THC), rotate(k_TGC)
+        q_THC, k_TGC = inputs.rotate(q_THC), inputs.rotate(k_TGC)
         parts = []
-        for bucket in layout.buckets:
+        for bucket in inputs.layout.buckets:
             q_BHQC = bucket.queries(q_THC).transpose(1, 2)
             k_BGSC = bucket.keys(self.layer, "k", k_TGC).transpose(1, 2)
             v_BGSC = bucket.keys(self.layer, "v", v_TGC).transpose(1, 2)
@@ -63,4 +61,4 @@ class Attention(nn.Module):
                 q_BHQC, k_BGSC, v_BGSC, attn_mask=bucket.mask_BQS[:, None], enable_gqa=c.key_heads < c.heads
             )
             parts.append(y_BHQC.transpose(1, 2).flatten(2))
-        return self.o_proj(layout.merge(parts))
+        return self.o_proj(inputs.layout.merge(parts)), inputs.selection

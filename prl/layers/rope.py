@@ -17,14 +17,22 @@ from prl.kernels.precision import wide
 class RopeParameters(Protocol):
     """As in `prl.models.spec.Rope`."""
 
-    theta: float
-    dim: int
-    kind: str
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_positions: int
-    interleaved: bool
+    @property
+    def theta(self) -> float: ...
+    @property
+    def dim(self) -> int: ...
+    @property
+    def kind(self) -> str: ...
+    @property
+    def factor(self) -> float: ...
+    @property
+    def low_freq_factor(self) -> float: ...
+    @property
+    def high_freq_factor(self) -> float: ...
+    @property
+    def original_max_positions(self) -> int: ...
+    @property
+    def interleaved(self) -> bool: ...
 
 
 class Rope:

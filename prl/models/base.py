@@ -6,11 +6,20 @@ V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
+import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+from prl.kernels.replay import check_routes
+from prl.layers.block import Block, LayerInput, LayerOutput, Selection
 from prl.layers.layout import Layout
+from prl.layers.norm import RMSNorm
+from prl.layers.rope import Rope
+from prl.layers.router import Replay
 from prl.models.spec import ModelSpec
 
 
@@ -28,7 +37,8 @@ class ForwardInput:
     padding_T: Tensor | None = None
     """bool [T]: padding rows; spread over the experts and left out of every count."""
     selections_TAS: Tensor | None = None
-    """int32 [T, A, index_topk], −1 where fewer: the indexer's choice to replay (positions in the sequence)."""
+    """int32 [T, A, index_topk], −1 where fewer: the indexer's choice to replay (positions in the sequence). A row of −1
+    takes the model's own choice."""
     record_selections: bool = False
 
 
@@ -41,27 +51,81 @@ class ForwardOutput:
     expert_counts_LE: Tensor | None
     """int64 [L, E]: tokens per expert, padding excluded."""
     selections_TAS: Tensor | None = None
-    """int32 [T, A, index_topk], if asked for."""
+    """int32 [T, A, index_topk], if asked for: positions of the keys used, ascending, then −1."""
+
+
+class Backbone(nn.Module):
+    """Everything but the LM head; it exists for Hugging Face's names (`model.…`)."""
+
+    def __init__(self, spec: ModelSpec, block: Callable[[int], Block]):
+        super().__init__()
+        self.embed_tokens = nn.Embedding(spec.vocab_size, spec.hidden_size)
+        self.layers = nn.ModuleList(block(i) for i in range(spec.n_layers))
+        self.norm = RMSNorm(spec.hidden_size, spec.raw["rms_norm_eps"])
 
 
 class Model(nn.Module):
-    """A model of any architecture; parameter names are Hugging Face's, but the experts of a layer are stacked."""
+    recompute: bool = False
+    """Keep only each block's input and compute the block again in backward (activation checkpointing)."""
 
-    spec: ModelSpec
+    def __init__(self, spec: ModelSpec, block: Callable[[int], Block]):
+        """`block(i)` makes layer i of the architecture."""
+        super().__init__()
+        self.spec = spec
+        self.rope = Rope(spec.rope)
+        self.model = Backbone(spec, block)
+        self.lm_head = None if spec.tied else nn.Linear(spec.hidden_size, spec.vocab_size, bias=False)
 
     @property
     def layers(self) -> nn.ModuleList:
-        """The blocks, in order."""
-        raise NotImplementedError
+        return self.model.layers
 
     @property
     def lm_head_weight(self) -> Tensor:
-        """[V, D]; the embedding where they are tied."""
-        raise NotImplementedError
+        """[V, D]."""
+        return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
     def cache_spec(self) -> list[tuple[int, str, tuple[int, ...]]]:
         """(layer, name, shape of a token's row) of everything that attention passes to `Bucket.keys`."""
-        raise NotImplementedError
+        return [entry for block in self.layers for entry in cast(Block, block).self_attn.cache_spec()]
 
-    def forward(self, given: ForwardInput) -> ForwardOutput:
-        raise NotImplementedError
+    def forward(self, inputs: ForwardInput) -> ForwardOutput:
+        """Raises RouteError for recorded routes that no router can have made."""
+        spec = self.spec
+        moe = {layer: n for n, layer in enumerate(spec.moe_layers)}
+        indexed = {layer: n for n, layer in enumerate(spec.indexed_layers)}
+        routes_TLK = inputs.routes_TLK if moe else None
+        if routes_TLK is not None:
+            check_routes(routes_TLK, inputs.routed_T, spec.n_experts)
+        x_TD = self.model.embed_tokens(inputs.tokens_T)
+        cos, sin = self.rope.angles(inputs.positions_T, x_TD.dtype)
+        selection: Selection | None = None
+        outputs: list[LayerOutput] = []
+        for i, block in enumerate(self.layers):
+            replayed = inputs.selections_TAS if i in indexed else None
+            given = LayerInput(
+                rotate=lambda h: self.rope.rotate(h, cos, sin),
+                layout=inputs.layout,
+                selection=selection,
+                recorded_TK=None if replayed is None else replayed[:, indexed[i]],
+                record_selections=inputs.record_selections,
+                experts=Replay(
+                    ids_TK=routes_TLK[:, moe[i]] if routes_TLK is not None and i in moe else None,
+                    routed_T=inputs.routed_T,
+                    padding_T=inputs.padding_T,
+                ),
+            )
+            if self.recompute and torch.is_grad_enabled():
+                outputs.append(cast(LayerOutput, checkpoint(block, x_TD, given, use_reentrant=False)))
+            else:
+                outputs.append(block(x_TD, given))
+            x_TD, selection = outputs[-1].x_TD, outputs[-1].selection
+        routes = [o.routes_TK for o in outputs if o.routes_TK is not None]
+        counts = [o.counts_E for o in outputs if o.counts_E is not None]
+        kept = [s.indices_TK for i in indexed if (s := outputs[i].selection) is not None and s.indices_TK is not None]
+        return ForwardOutput(
+            hidden_TD=self.model.norm(x_TD),
+            routes_TLK=torch.stack(routes, 1) if routes else None,
+            expert_counts_LE=torch.stack(counts) if counts else None,
+            selections_TAS=torch.stack(kept, 1) if kept else None,
+        )

@@ -1,0 +1,76 @@
+"""The DSA lightning indexer: scores of all keys and the choice of the best (DeepSeek-V3.2, arXiv 2512.02556). No gradients.
+
+Legend: B sequences, Q queries, S keys, H index heads, D index width, K keys kept, T tokens, A layers with an indexer.
+Scores are sums of ReLUs, so exact ties at zero are common; the lowest index wins, whatever the backend.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from prl.kernels.precision import wide
+from prl.kernels.registry import choose, implements
+
+
+def index_scores(q_BQHD: Tensor, keys_BSD: Tensor, weights_BQH: Tensor) -> Tensor:
+    """[B, Q, S] in float32 or wider: Σ_h weights[h] · relu(q[h]·k)."""
+    return choose("index_scores")(q_BQHD, keys_BSD, weights_BQH)
+
+
+def index_select(scores_BQS: Tensor, mask_BQS: Tensor, top_k: int) -> Tensor:
+    """bool [B, Q, S]: the `top_k` best keys of the mask (all where it has fewer), the lowest index first among equals."""
+    return choose("index_select")(scores_BQS, mask_BQS, top_k)
+
+
+@implements("index_scores", "reference")
+@torch.no_grad()
+def _scores(q_BQHD: Tensor, keys_BSD: Tensor, weights_BQH: Tensor) -> Tensor:
+    dtype = wide(q_BQHD)
+    dots = torch.bmm(q_BQHD.to(dtype).flatten(1, 2), keys_BSD.to(dtype).transpose(1, 2)).relu_()
+    return dots.unflatten(1, q_BQHD.shape[1:3]).mul_(weights_BQH.to(dtype)[..., None]).sum(2)
+
+
+@implements("index_select", "reference")
+@torch.no_grad()
+def _select(scores_BQS: Tensor, mask_BQS: Tensor, top_k: int) -> Tensor:
+    if scores_BQS.shape[-1] <= top_k:
+        return mask_BQS
+    # The values of topk are determined even where its indices are not: fill up with the first of those equal to the last.
+    scores_BQS = scores_BQS.masked_fill(~mask_BQS, -torch.inf)
+    last_BQ1 = scores_BQS.topk(top_k, dim=-1).values[..., -1:]
+    above_BQS = scores_BQS > last_BQ1
+    equal_BQS = scores_BQS == last_BQ1
+    room_BQ1 = top_k - above_BQS.sum(-1, keepdim=True)
+    return (above_BQS | (equal_BQS & (equal_BQS.cumsum(-1) <= room_BQ1))) & mask_BQS
+
+
+class SelectionError(ValueError):
+    """Recorded selections that do not fit the sequence."""
+
+
+@torch.no_grad()
+def selection_indices(selected_BQS: Tensor, key_positions_BS: Tensor, top_k: int) -> Tensor:
+    """int32 [B, Q, K]: positions of the selected keys, ascending, then −1."""
+    none = torch.iinfo(torch.int64).max
+    positions = torch.where(selected_BQS, key_positions_BS[:, None], none).sort(dim=-1).values[..., :top_k]
+    positions = positions.masked_fill(positions == none, -1).to(torch.int32)
+    return torch.nn.functional.pad(positions, (0, top_k - positions.shape[-1]), value=-1)
+
+
+@torch.no_grad()
+def selection_mask(recorded_BQK: Tensor, key_positions_BS: Tensor, own_BQS: Tensor) -> Tensor:
+    """bool [B, Q, S]: the recorded positions (−1 where fewer); rows without any take `own_BQS`. Raises SelectionError."""
+    n = int(key_positions_BS.max()) + 1
+    recorded_BQK = recorded_BQK.long()
+    if int(recorded_BQK.max()) >= n:
+        raise SelectionError(f"indexer replay: position {int(recorded_BQK.max())} selected, the longest sequence has {n}")
+    by_position = torch.zeros(*recorded_BQK.shape[:2], n + 1, dtype=torch.bool, device=recorded_BQK.device)
+    by_position.scatter_(-1, torch.where(recorded_BQK < 0, n, recorded_BQK), True)
+    replayed_BQS = by_position.gather(-1, key_positions_BS[:, None].expand(own_BQS.shape))
+    return torch.where((recorded_BQK >= 0).any(-1, keepdim=True), replayed_BQS, own_BQS)
+
+
+def selection_flips(a_TAK: Tensor, b_TAK: Tensor) -> Tensor:
+    """bool [T, A]: whether two recorded selections keep different keys."""
+    return (a_TAK.sort(dim=-1).values != b_TAK.sort(dim=-1).values).any(-1)

@@ -1,0 +1,75 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) in the absorbed form, with DSA's choice of keys.
+
+Legend: T tokens, D hidden width, H heads, N width of a head without position, R with, V of a value, L query latent,
+C key and value latent, X = C + R width of a cached key.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from prl.kernels.latent_attention import latent_attention
+from prl.layers.block import AttentionLayer, LayerInput, Selection
+from prl.layers.dsa import Indexer
+from prl.layers.norm import RMSNorm
+
+
+class MLA(AttentionLayer):
+    def __init__(
+        self,
+        layer: int,
+        hidden: int,
+        *,
+        n_heads: int,
+        q_latent: int,
+        kv_latent: int,
+        nope_width: int,
+        rope_width: int,
+        value_width: int,
+        bias: bool,
+        indexer: Indexer | None,
+    ):
+        """`indexer` None: the selection of the layers before is used."""
+        super().__init__()
+        self.layer, self.n_heads, self.kv_latent = layer, n_heads, kv_latent
+        self.nope_width, self.rope_width, self.value_width = nope_width, rope_width, value_width
+        self.q_a_proj = nn.Linear(hidden, q_latent, bias=bias)
+        self.q_a_layernorm = RMSNorm(q_latent, 1e-6)
+        self.q_b_proj = nn.Linear(q_latent, n_heads * (nope_width + rope_width), bias=False)
+        self.kv_a_proj_with_mqa = nn.Linear(hidden, kv_latent + rope_width, bias=bias)
+        self.kv_a_layernorm = RMSNorm(kv_latent, 1e-6)
+        self.kv_b_proj = nn.Linear(kv_latent, n_heads * (nope_width + value_width), bias=False)
+        self.o_proj = nn.Linear(n_heads * value_width, hidden, bias=bias)
+        self.indexer = indexer
+
+    def cache_spec(self) -> list[tuple[int, str, tuple[int, ...]]]:
+        kv = (self.layer, "kv", (self.kv_latent + self.rope_width,))
+        return [kv] if self.indexer is None else [kv, (self.layer, "index", (self.indexer.width,))]
+
+    def forward(self, x_TD: Tensor, inputs: LayerInput) -> tuple[Tensor, Selection | None]:
+        q_TL = self.q_a_layernorm(self.q_a_proj(x_TD))
+        selection = inputs.selection if self.indexer is None else self.indexer(x_TD, q_TL, inputs)
+        if selection is None:
+            raise ValueError(f"layer {self.layer} shares an indexer's selection, but no layer before it has an indexer")
+
+        latent_TC, rope_TR = self.kv_a_proj_with_mqa(x_TD).split((self.kv_latent, self.rope_width), dim=-1)
+        key_TX = torch.cat((self.kv_a_layernorm(latent_TC), inputs.rotate(rope_TR[:, None])[:, 0]), -1)
+
+        up_HNC, up_HVC = self.kv_b_proj.weight.unflatten(0, (self.n_heads, -1)).split(
+            (self.nope_width, self.value_width), dim=1
+        )
+        nope_THN, rope_THR = (
+            self.q_b_proj(q_TL).unflatten(-1, (self.n_heads, -1)).split((self.nope_width, self.rope_width), dim=-1)
+        )
+        latent_THC = torch.bmm(nope_THN.transpose(0, 1), up_HNC).transpose(0, 1)
+        q_THX = torch.cat((latent_THC, inputs.rotate(rope_THR)), -1)
+        q_THX = q_THX * (self.nope_width + self.rope_width) ** -0.5
+
+        parts = [
+            latent_attention(b.queries(q_THX), b.keys(self.layer, "kv", key_TX), mask, self.kv_latent)
+            for b, mask in zip(inputs.layout.buckets, selection.masks_BQS, strict=True)
+        ]
+        out_THC = inputs.layout.merge(parts)
+        out_THV = torch.bmm(out_THC.transpose(0, 1), up_HVC.transpose(1, 2)).transpose(0, 1)
+        return self.o_proj(out_THV.flatten(1)), selection
