@@ -114,7 +114,7 @@ def _lengths(c: RunConfig) -> Found:
             yield path, f"expected at least sampling.max_length = {length}, so that one sample fits, got {tokens}"
 
 
-@_reads("orchestrator.batch_size", "orchestrator.group_size", "orchestrator.max_in_flight", "orchestrator.advantage")
+@_reads("orchestrator.batch_size", "orchestrator.group_size", "orchestrator.max_in_flight")
 def _groups(c: RunConfig) -> Found:
     o = c.orchestrator
     if o.batch_size % o.group_size:
@@ -124,13 +124,18 @@ def _groups(c: RunConfig) -> Found:
             "orchestrator.batch_size",
             f"expected a multiple of group_size = {o.group_size}, such as {near}, got {o.batch_size}",
         )
+    if o.max_in_flight < o.group_size:
+        yield "orchestrator.max_in_flight", f"expected at least group_size = {o.group_size}, got {o.max_in_flight}"
+
+
+@_reads("orchestrator.group_size", "orchestrator.advantage")
+def _advantage(c: RunConfig) -> Found:
+    o = c.orchestrator
     if o.group_size < 2 and ":" not in o.advantage.kind:
         yield (
             "orchestrator.group_size",
-            f"{o.advantage.kind} compares the rollouts of a group: expected at least 2, got {o.group_size}",
+            f"{o.advantage.kind} compares rollouts of a group: expected at least 2, got {o.group_size}",
         )
-    if o.max_in_flight < o.group_size:
-        yield "orchestrator.max_in_flight", f"expected at least group_size = {o.group_size}, got {o.max_in_flight}"
 
 
 @_reads(

@@ -1,0 +1,82 @@
+"""Each cross-field rule: a configuration one change away from a sound one breaks exactly it, and nothing is altered."""
+
+from typing import Any
+
+import pytest
+
+from prl.config.load import _merged
+from prl.config.rules import broken_rules
+from prl.config.schema import RunConfig
+
+SOUND: dict[str, Any] = {
+    "model": {"architecture": {"vocab_size": 8, "max_position_embeddings": 512}},
+    "tokenizer": {"characters": "abc", "vocab_size": 8},
+    "envs": [{"name": "a", "kind": "calculator"}],
+    "sft": {},
+    "control": {},
+}
+DETERMINISTIC = {"run": {"deterministic": True}, "orchestrator": {"synchronous": True}, "inference": {"prefix_cache": False}}
+
+
+def config(*changes: dict[str, Any]) -> RunConfig:
+    tree: Any = SOUND
+    for change in changes:
+        tree = _merged(tree, change)
+    return RunConfig.model_validate(tree)
+
+
+def test_the_sound_ones_break_none() -> None:
+    assert broken_rules(config()) == [] == broken_rules(config(DETERMINISTIC))
+
+
+@pytest.mark.parametrize(
+    ("change", "path", "says"),
+    [
+        ({"run": {"name": "a/b"}}, "run.name", "one folder"),
+        ({"run": {"name": ".."}}, "run.name", "one folder"),
+        ({"run": {"seed": -1}}, "run.seed", "2^63"),
+        ({"model": {"path": "x"}}, "model", "got both"),
+        ({"model": {"architecture": None}, "tokenizer": {"vocab_size": None}}, "model", "got neither"),
+        ({"model": {"frozen": ["a", "("]}}, "model.frozen.1", "regular expression"),
+        ({"tokenizer": {"path": "x"}}, "tokenizer", "got both"),
+        ({"tokenizer": {"characters": None, "vocab_size": None}}, "tokenizer", "brings no tokenizer"),
+        ({"tokenizer": {"characters": "abca"}}, "tokenizer.characters", "'a' more than once"),
+        ({"tokenizer": {"vocab_size": 9}}, "tokenizer.vocab_size", "at most"),
+        ({"tokenizer": {"characters": None, "path": "x"}}, "tokenizer.vocab_size", "not set"),
+        ({"envs": []}, "envs", "at least one"),
+        ({"envs": [{"name": "a", "kind": "x"}, {"name": "a", "kind": "y"}]}, "envs.1.name", "each name once"),
+        ({"sampling": {"top_p": 0.9}}, "sampling.top_p", "cannot reproduce a truncated"),
+        ({"sampling": {"top_k": 5}}, "sampling.top_k", "cannot reproduce a truncated"),
+        ({"sampling": {"temperature": 0}}, "sampling.temperature", "cannot reproduce a truncated"),
+        ({"sampling": {"max_tokens": 512}}, "sampling.max_tokens", "below max_length"),
+        ({"sampling": {"max_length": 513}}, "sampling.max_length", "max_position_embeddings = 512"),
+        ({"inference": {"kv_tokens": 100}}, "inference.kv_tokens", "one sample fits"),
+        ({"trainer": {"pack_tokens": 100}}, "trainer.pack_tokens", "one sample fits"),
+        ({"orchestrator": {"batch_size": 60}}, "orchestrator.batch_size", "such as 56 or 64"),
+        ({"orchestrator": {"group_size": 1}}, "orchestrator.group_size", "at least 2"),
+        ({"orchestrator": {"max_in_flight": 4}}, "orchestrator.max_in_flight", "at least group_size"),
+        (DETERMINISTIC | {"orchestrator": {}}, "orchestrator.synchronous", "deterministic needs it"),
+        (DETERMINISTIC | {"inference": {}}, "inference.prefix_cache", "deterministic needs it"),
+        (
+            DETERMINISTIC | {"orchestrator": {"synchronous": True, "max_in_flight": 32}},
+            "orchestrator.max_in_flight",
+            "batch_size",
+        ),
+        ({"inference": {"record_routes": False}}, "inference.record_routes", "router_replay"),
+        ({"trainer": {"replay_selections": True}}, "inference.record_selections", "replay_selections"),
+        ({"inference": {"engine": "vllm", "dtype": "float64"}}, "inference.dtype", "float64"),
+        ({"inference": {"engine": "vllm", "record_selections": True}}, "inference.record_selections", "vLLM"),
+        ({"sft": None}, "control", "not set"),
+    ],
+)
+def test_a_broken_rule_is_named(change: dict[str, Any], path: str, says: str) -> None:
+    broken = config(change)
+    before = broken.model_dump()
+    found = broken_rules(broken)
+    assert [p for p, _ in found] == [path] and says in found[0][1]
+    assert broken.model_dump() == before
+
+
+def test_every_broken_rule_is_collected() -> None:
+    found = broken_rules(config({"run": {"seed": -1}, "sampling": {"top_p": 0.5, "top_k": 3}, "envs": [], "sft": None}))
+    assert [p for p, _ in found] == ["run.seed", "envs", "sampling.top_p", "sampling.top_k", "control"]

@@ -1,0 +1,122 @@
+"""The package installs both ways, and brings csrc/triton along."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+TOP = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "prl", "csrc", "configs")
+PROBE = "import prl, prl.config.load, prl.monitor, prl_triton; print(prl.__path__[0]); print(prl_triton.__path__[0])"
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A copy without build outputs, so that the checkout stays clean."""
+    root = tmp_path / "source"
+    root.mkdir()
+    for name in TOP:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+        else:
+            shutil.copy(ROOT / name, root / name)
+    return root
+
+
+def run(*command: str | Path, cwd: Path, **env: str) -> str:
+    done = subprocess.run(
+        [str(c) for c in command], cwd=cwd, env=os.environ | env, capture_output=True, text=True, timeout=500, check=False
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def needs(source: Path) -> list[str]:
+    """What the build asks for, as a front end learns it."""
+    code = "from setuptools.build_meta import get_requires_for_build_wheel as g; import sys; print(g(), file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=source, capture_output=True, text=True, timeout=100, check=True)
+    return eval(done.stderr.strip().splitlines()[-1])
+
+
+def test_the_build_asks_for_the_torch_of_the_run_only_where_something_is_compiled(source: Path) -> None:
+    assert not any(r.startswith("torch") for r in needs(source))
+    (source / "csrc" / "cpu" / "op.cpp").parent.mkdir(exist_ok=True)
+    (source / "csrc" / "cpu" / "op.cpp").write_text("int op() { return 0; }\n")
+    assert f"torch=={version('torch').split('+')[0]}" in needs(source)
+
+
+def test_requirements_and_the_makefile_agree() -> None:
+    makefile, setup = (ROOT / "Makefile").read_text(), (ROOT / "setup.py").read_text()
+    assert "TORCH ?= torch==2.13.0" in makefile and "torch>=2.11" in setup and "transformers>=5.16.1,<5.20" in setup
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert {"vllm", "deep_ep", "dev", "peers"} <= extras.keys()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("editable", [False, True], ids=["plain", "editable"])
+def test_pip_install_into_a_fresh_environment(source: Path, tmp_path: Path, editable: bool) -> None:
+    """With build isolation. The requirements are this environment's own: nothing is downloaded but setuptools."""
+    venv = tmp_path / "venv"
+    run(sys.executable, "-m", "venv", venv, cwd=tmp_path)
+    python = venv / "bin" / "python"
+    run(python, "-m", "pip", "install", "--no-deps", "-q", *(["-e"] if editable else []), ".", cwd=source)
+    site = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path).strip()
+    own = run(sys.executable, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path).strip()
+    (Path(site) / "zz_requirements.pth").write_text(own + "\n")
+    where = run(python, "-c", PROBE, cwd=tmp_path, PYTHONPATH="").split()
+    home = source if editable else Path(site)
+    assert where == [str(home / "prl"), str(home / ("csrc/triton" if editable else "prl_triton"))]
+    assert "Usage" in run(venv / "bin" / "prl", "--help", cwd=tmp_path, PYTHONPATH="")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_a_cpp_file_becomes_the_extension(source: Path, tmp_path: Path) -> None:
+    (source / "csrc" / "cpu" / "op.cpp").parent.mkdir(exist_ok=True)
+    (source / "csrc" / "cpu" / "op.cpp").write_text(
+        '#include <torch/extension.h>\nPYBIND11_MODULE(TORCH_EXTENSION_NAME, m) { m.def("twice", [](at::Tensor x) { return x * 2; }); }\n'
+    )
+    target = tmp_path / "target"
+    pip = (sys.executable, "-m", "pip", "install", "--no-deps", "--no-build-isolation", "-q", "--target")
+    run(*pip, target, ".", cwd=source)
+    code = "import torch, prl._cpu as c; print(c.__file__, c.twice(torch.ones(1)).item())"
+    where, value = run(sys.executable, "-c", code, cwd=tmp_path, PYTHONPATH=str(target)).split()
+    assert where.startswith(str(target)) and value == "2.0"
+    (metadata,) = target.glob("prl-*.dist-info/METADATA")
+    assert f"Requires-Dist: torch=={version('torch').split('+')[0]}" in metadata.read_text()
+
+
+@pytest.mark.parametrize(
+    ("command", "says"), [("PYTHON=/nowhere/python", "not found"), ("CXX=no-such-compiler", "no C++ compiler")]
+)
+def test_make_says_what_is_missing(command: str, says: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        ["make", "-f", ROOT / "Makefile", "check-python", command],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2 and says in done.stderr
+
+
+def test_make_refuses_an_old_python(tmp_path: Path) -> None:
+    old = tmp_path / "python3.10"
+    old.write_text(f'#!/bin/sh\nexec {sys.executable} -c "import sys; sys.version_info = (3, 10); exec(sys.argv[2])" "$@"\n')
+    old.chmod(0o755)
+    done = subprocess.run(
+        ["make", "-f", ROOT / "Makefile", "check-python", f"PYTHON={old}"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2 and "is Python 3.10; 3.11 or newer is needed" in done.stderr
