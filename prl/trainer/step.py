@@ -1,0 +1,319 @@
+"""One optimizer step over one batch: forward and backward of every micro-batch, clip, update, measure. SFT and RL alike.
+
+Legend: T tokens of a micro-batch, D its documents, N the positions whose logits score a trainable token, L MoE layers,
+E experts. `logits[t - 1]` score token t, so what speaks of token t is moved to t - 1 by `shift_left`, and only there.
+"""
+
+from __future__ import annotations
+
+import math
+import resource
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from prl.config.schema import Loss
+from prl.config.schema import Trainer as TrainerConfig
+from prl.distributed.mesh import Mesh
+from prl.layers.layout import PackedLayout
+from prl.layers.router import update_correction_bias
+from prl.models.base import ForwardInput
+from prl.samples import CE, Batch, Counts, MicroBatch, shift_left
+from prl.trainer import losses, optim
+from prl.trainer.losses import LossFunction, LossInputs
+from prl.trainer.state import TrainState
+
+
+@dataclass(slots=True, frozen=True)
+class Inputs:
+    """A micro-batch on the device. Where nothing is trainable, N is 1, masked out, so that every rank runs the same graph."""
+
+    forward: ForwardInput
+    rows_N: Tensor
+    """int64, the position whose logits score the token; the others speak of that token."""
+    labels_N: Tensor
+    temperature_N: Tensor
+    old_logprobs_N: Tensor
+    advantages_N: Tensor
+    versions_N: Tensor
+    documents_N: Tensor
+    mask_N: Tensor
+    ce_N: Tensor
+    """bool, read by cross-entropy and not by the RL loss."""
+    rollout_tokens_D: Tensor
+
+
+@dataclass(slots=True, frozen=True)
+class StepReport:
+    """`metrics` are the batch's over all ranks, equal on every rank."""
+
+    loss: float
+    grad_norm: float
+    skipped: str
+    """Why the step was skipped, empty where it was not."""
+    metrics: dict[str, Any]
+
+
+def inputs(mb: MicroBatch, device: torch.device, *, replay: bool, replay_selections: bool) -> Inputs:
+    """Tensors of a micro-batch. ValueError where a document's first token is trainable: no logits score it."""
+    s = mb.sample
+    starts = np.cumsum(mb.lengths) - mb.lengths
+    if s.trainable[starts].any():
+        raise ValueError("micro-batch: the first token of a document is trainable, but no logits of the document score it")
+    rows = np.flatnonzero(shift_left(s.trainable, False))
+    empty = len(rows) == 0
+    if empty:
+        rows = np.zeros(1, np.int64)
+    documents = np.repeat(np.arange(len(mb.lengths)), mb.lengths)
+
+    def whole(a: np.ndarray) -> Tensor:
+        return torch.from_numpy(a).to(device)
+
+    def scored(a: np.ndarray) -> Tensor:
+        return whole(shift_left(a)[rows])
+
+    routes = s.routes if replay else None
+    if routes is not None and routes.dtype == np.uint16:  # torch has next to no ops for it
+        routes = routes.astype(np.int32)
+    padding = np.repeat(mb.lengths == 1, mb.lengths)  # a lone token trains nothing: the filler of a rank without work
+    return Inputs(
+        forward=ForwardInput(
+            tokens_T=whole(s.tokens.astype(np.int64)),
+            positions_T=whole(mb.positions.astype(np.int64)),
+            layout=PackedLayout(mb.lengths.tolist(), device),
+            routes_TLK=None if routes is None else whole(routes),
+            routed_T=None if routes is None else whole(s.routed),
+            padding_T=whole(padding) if padding.any() else None,
+            selections_TAS=whole(s.selections) if replay_selections and s.selections is not None else None,
+        ),
+        rows_N=whole(rows),
+        labels_N=torch.full((1,), -100, device=device) if empty else scored(s.tokens.astype(np.int64)),
+        temperature_N=torch.ones(1, device=device) if empty else scored(s.temperature),
+        old_logprobs_N=scored(s.logprobs),
+        advantages_N=scored(s.advantages),
+        versions_N=scored(s.versions),
+        documents_N=whole(documents[rows]),
+        mask_N=torch.full((len(rows),), not empty, device=device),
+        ce_N=scored(s.loss_stream) == CE,
+        rollout_tokens_D=whole(mb.rollout_tokens),
+    )
+
+
+def loss_share(
+    x: Inputs, logprobs_N: Tensor, entropy_N: Tensor, counts: Counts, config: Loss, function: LossFunction
+) -> tuple[Tensor, Mapping[str, Tensor]]:
+    """This micro-batch's share of the batch's loss, and the RL loss's metrics (sums over tokens).
+
+    RL tokens by the configured loss and normalisation, ce tokens by cross-entropy as the mean over all of them; the counts
+    are the whole batch's, so shares of micro-batches and ranks add up.
+    """
+    dtype = logprobs_N.dtype
+
+    def share(mask_N: Tensor, loss: LossFunction, normalise: losses.Normalise, n_tokens: int, **options: float) -> Any:
+        weights_N = losses.weights(
+            mask_N,
+            x.documents_N,
+            x.rollout_tokens_D,
+            normalise=normalise,
+            n_tokens=n_tokens,
+            n_rollouts=counts.rollouts,
+            dtype=dtype,
+        )
+        fields = LossInputs(
+            logprobs=logprobs_N,
+            old_logprobs=x.old_logprobs_N.to(dtype),
+            advantages=x.advantages_N.to(dtype),
+            mask=mask_N,
+            documents=x.documents_N,
+            weights=weights_N,
+            entropy=entropy_N,
+        )
+        out = loss(fields, **options)
+        return losses.total(fields, out), out.metrics
+
+    total = torch.zeros((), dtype=dtype, device=logprobs_N.device)
+    metrics: Mapping[str, Tensor] = {}
+    if counts.rl_tokens or not counts.ce_tokens:
+        rl, metrics = share(x.mask_N & ~x.ce_N, function, config.normalise, counts.rl_tokens, **config.options)
+        total = total + rl
+    if counts.ce_tokens:
+        total = total + share(x.mask_N & x.ce_N, losses.ce, "token", counts.ce_tokens)[0]
+    return total, metrics
+
+
+def mismatch(d: Tensor) -> Tensor:
+    """exp(d) - 1 - d in float64, d = trainer - engine logprob [N]: per-token estimate of KL(engine || trainer). Not clamped."""
+    d = d.double()
+    return d.expm1() - d
+
+
+def quantiles(d: Tensor) -> dict[str, float]:
+    """Of |d|, d [N] float64."""
+    if not len(d):
+        return {}
+    p50, p90, p99 = np.quantile(d.abs().cpu().numpy(), [0.5, 0.9, 0.99]).tolist()
+    return {"p50": p50, "p90": p90, "p99": p99, "max": float(d.abs().max())}
+
+
+class Seen:
+    """What the micro-batches of a step showed: sums, and the mismatch of every RL token."""
+
+    def __init__(self, version: int, device: torch.device):
+        self.version, self.device = version, device
+        self.sums: dict[str, Tensor | float] = {}
+        self.d: list[Tensor] = []
+        self.expert_counts_LE: Tensor | None = None
+
+    def add(self, mb: MicroBatch, x: Inputs, loss: Tensor, logprobs_N: Tensor, entropy_N: Tensor) -> None:
+        rl_N = x.mask_N & ~x.ce_N
+        d_N = (logprobs_N.detach().double() - x.old_logprobs_N)[rl_N]
+        own_N = (x.versions_N == self.version)[rl_N]
+        kl_N = mismatch(d_N)
+        self.d.append(d_N)
+        self._sum(
+            loss=loss.detach(),
+            entropy=torch.where(x.mask_N, entropy_N.detach(), 0.0).sum(),
+            nonfinite=(~logprobs_N.detach().isfinite() & x.mask_N).sum(),
+            trainable=x.mask_N.sum(),
+            rl=rl_N.sum(),
+            kl=kl_N.sum(),
+            own=own_N.sum(),
+            kl_own=kl_N[own_N].sum(),
+            **route_counts(mb, replayed=x.forward.routed_T is not None),
+        )
+
+    def add_counts(self, counts_LE: Tensor | None) -> None:
+        if counts_LE is not None:
+            counts_LE = counts_LE.detach()
+            self.expert_counts_LE = counts_LE if self.expert_counts_LE is None else self.expert_counts_LE + counts_LE
+
+    def add_loss_metrics(self, metrics: Mapping[str, Tensor]) -> None:
+        self._sum(**{f"loss_{name}": value.detach() for name, value in metrics.items()})
+
+    def _sum(self, **values: Tensor | float) -> None:
+        for name, value in values.items():
+            self.sums[name] = self.sums.get(name, 0.0) + value
+
+    def reduce(self, mesh: Mesh) -> dict[str, float]:
+        """The sums over all ranks; afterwards `d` and `expert_counts_LE` are the whole batch's too."""
+        names = list(self.sums)
+        values = [torch.as_tensor(self.sums[n], dtype=torch.float64, device=self.device) for n in names]
+        total = mesh.sum(torch.stack(values)).tolist()
+        self.d = [mesh.gather(torch.cat(self.d))]
+        if self.expert_counts_LE is not None:
+            self.expert_counts_LE = mesh.sum(self.expert_counts_LE)
+        return dict(zip(names, total, strict=True))
+
+    def metrics(self, sums: Mapping[str, float]) -> dict[str, Any]:
+        """The step record's values; those of RL only where there are RL tokens."""
+        rl, own, rows = sums["rl"], sums["own"], max(sums["rows"], 1.0)
+        out: dict[str, Any] = {
+            "entropy": sums["entropy"] / max(sums["trainable"], 1.0),
+            "tokens": int(sums["tokens"]),
+            "trainable_tokens": int(sums["trainable"]),
+        }
+        if self.expert_counts_LE is not None:
+            out["expert_counts"] = self.expert_counts_LE.tolist()
+        if rl:
+            d = self.d[0]
+            out |= {
+                "mismatch_kl": sums["kl"] / rl,
+                "mismatch_kl_own": sums["kl_own"] / own if own else None,
+                "own_tokens": int(own),
+                "mismatch": quantiles(d),
+                "ratio_max": float(d.max().exp()),
+                "unrouted_fraction": sums["unrouted"] / rows,
+                "recaptured_fraction": sums["recaptured"] / rows,
+                "replayed_fraction": sums["replayed"] / rows,
+            }
+            out |= {name: value / rl for name, value in sums.items() if name.startswith("loss_")}
+        return out
+
+
+def route_counts(mb: MicroBatch, *, replayed: bool) -> dict[str, float]:
+    """Rows of the forward, last tokens of documents aside: all, without the engine's own route, replayed, and recaptured.
+
+    A recaptured row is that of a turn's last token, whose forward only ran in the next turn.
+    """
+    s = mb.sample
+    ends = np.cumsum(mb.lengths) - 1
+    inner = np.ones(len(s), np.bool_)
+    inner[ends] = False
+    sampled = s.versions >= 0
+    recaptured = s.routed & inner & sampled & ~shift_left(sampled, False)
+    routed = int((s.routed & inner).sum())
+    rows = int(inner.sum())
+    return {
+        "tokens": len(s) if len(s) > 1 else 0,
+        "rows": rows,
+        "unrouted": rows - routed,
+        "replayed": routed if replayed else 0,
+        "recaptured": int(recaptured.sum()),
+    }
+
+
+class Stepper:
+    """Runs optimizer steps on a state. `total` steps shape the schedule."""
+
+    def __init__(self, state: TrainState, config: TrainerConfig, total: int):
+        self.state, self.config, self.total = state, config, total
+        self.function = losses.resolve(config.loss.kind)
+
+    def __call__(self, batch: Batch) -> StepReport:
+        """Train on one rank's part of a batch; every rank calls it. Afterwards `state.step` is `batch.step`."""
+        state, mesh, config = self.state, self.state.mesh, self.config
+        t0 = time.perf_counter()
+        seen = Seen(state.version, mesh.device)
+        for mb in batch.micro_batches:
+            x = inputs(mb, mesh.device, replay=config.router_replay, replay_selections=config.replay_selections)
+            logprobs_N, entropy_N, counts_LE = state.forward(x.forward, x.rows_N, x.labels_N, x.temperature_N)
+            loss, loss_metrics = loss_share(x, logprobs_N, entropy_N, batch.counts, config.loss, self.function)
+            loss.backward()
+            seen.add(mb, x, loss, logprobs_N, entropy_N)
+            seen.add_counts(counts_LE)
+            seen.add_loss_metrics(loss_metrics)
+        sums = seen.reduce(mesh)
+        t1 = time.perf_counter()
+        grads = [p.grad for p in state.params.values() if p.grad is not None]
+        norm = optim.global_norm(grads, mesh)
+        lr = optim.lr_at(state.optim, batch.step, self.total)
+        skipped = why_skip(sums["loss"], norm, int(sums["nonfinite"]))
+        if skipped:
+            state.skipped += 1
+        else:
+            optim.clip(grads, norm, state.optim.clip)
+            optim.apply(state.optimizer, lr)
+            if config.bias_update and seen.expert_counts_LE is not None:
+                for bias_E, counts_E in zip(state.biases, seen.expert_counts_LE, strict=True):
+                    update_correction_bias(bias_E, counts_E, config.bias_update)
+        state.optimizer.zero_grad(set_to_none=True)
+        state.step = batch.step
+        t2 = time.perf_counter()
+        metrics = {
+            "loss": sums["loss"],
+            "grad_norm": norm,
+            "lr": lr,
+            "skipped": state.skipped,
+            "tokens_per_s": sums["tokens"] / (t2 - t0),
+            "time": {"forward_backward": t1 - t0, "optimizer": t2 - t1},
+            "rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+            **seen.metrics(sums),
+        }
+        return StepReport(sums["loss"], norm, skipped, metrics)
+
+
+def why_skip(loss: float, norm: float, nonfinite: int) -> str:
+    """Why a step must not be applied; empty where all is finite."""
+    parts = []
+    if nonfinite:
+        parts.append(f"{nonfinite} trainer logprobs are not finite")
+    if not math.isfinite(loss):
+        parts.append(f"the loss is {loss}")
+    if not math.isfinite(norm):
+        parts.append(f"the gradient's norm is {norm}")
+    return "; ".join(parts)

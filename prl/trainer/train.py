@@ -1,0 +1,248 @@
+"""The trainer of an RL run: one process a rank, one optimizer step a batch, one weight version a step."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from pathlib import Path
+
+import torch
+
+from prl.config.schema import RunConfig
+from prl.distributed.mesh import Mesh, join
+from prl.kernels import registry
+from prl.models.hf import save_hf
+from prl.monitor.metrics import Metrics
+from prl.monitor.status import Status
+from prl.samples import Batch
+from prl.tokenizer import of_run
+from prl.trainer import checkpoint
+from prl.trainer.checkpoint import CheckpointError
+from prl.trainer.ledger import Ledger
+from prl.trainer.nonfinite import Guard, NonFiniteError
+from prl.trainer.state import TrainState, make_model
+from prl.trainer.step import Stepper, StepReport
+from prl.transport.batches import BatchClient, BatchError, Finish
+from prl.transport.run_dir import RunDir
+from prl.transport.versions import VersionLog
+from prl.transport.weights import WeightStore, WeightStoreError
+
+log = logging.getLogger(__name__)
+DONE, FAILED, SAVED = 0, 1, 75
+EXPECTED = (NonFiniteError, CheckpointError, BatchError, WeightStoreError, TimeoutError)
+"""Failures whose message says all; anything else is a fault of ours and keeps its traceback."""
+
+
+def main(run: RunDir, config: RunConfig, index: int, stop: threading.Event) -> int:
+    """Rank `index` of the trainer until the orchestrator ends the run (its code), `stop` is set (75), or a failure (1)."""
+    role = "trainer" if index == 0 else f"trainer-{index}"
+    metrics = run.metrics(role)
+    status = run.status(role, metrics)
+    launch = config.launch
+    mesh = join(run, index, config.trainer.ranks, timeout_s=launch.start_timeout_s, wait_timeout_s=launch.wait_timeout_s)
+    try:
+        with Trainer(run, config, mesh, stop, metrics, status) as trainer:
+            return trainer.run()
+    except EXPECTED as e:
+        log.error("%s", e)
+        metrics.log("event", name="failed", error=str(e))
+        return FAILED
+    finally:
+        mesh.close()
+
+
+class _Stopped(Exception):
+    pass
+
+
+class Trainer:
+    """One rank. Between two steps weights, ledger and checkpoints agree on `state.step`; rank 0 alone writes them."""
+
+    def __init__(self, run: RunDir, config: RunConfig, mesh: Mesh, stop: threading.Event, metrics: Metrics, status: Status):
+        self.run_dir, self.config, self.mesh, self.stop = run, config, mesh, stop
+        self.metrics, self.status = metrics, status
+        self.versions = VersionLog(run / "versions.jsonl")
+        self.weights = WeightStore(run, config.transport)
+        self.ledger = Ledger(run / "ledger.jsonl") if mesh.main else None
+        status.set(phase="loading")
+        self.state = self._open()
+        self.stepper = Stepper(self.state, config.trainer, config.trainer.steps)
+        self.guard = Guard(run / "nonfinite", config.trainer.max_nonfinite)
+        self.orchestrator: bytes | None = None
+        """The orchestrator's half of a checkpoint of `state.step`."""
+        self.saved = self.state.step
+        self.client: BatchClient | None = None
+
+    def run(self) -> int:
+        publish_s = self._publish()
+        self.client = BatchClient(self.run_dir, self.mesh.rank, self.mesh.world, timeout_s=self.config.launch.start_timeout_s)
+        while True:
+            t0 = time.perf_counter()
+            got = self._next()
+            if self.mesh.any(got is None):
+                return self._end(SAVED)
+            if got is None or isinstance(got, Finish):
+                return self._end(got.code if got else SAVED)
+            batch, self.orchestrator = got
+            t1 = time.perf_counter()
+            with self.metrics.span("train", step=batch.step):
+                trained = self.state.version
+                report = self.stepper(batch)
+            with self.metrics.span("publish", step=batch.step):
+                publish_s = self._publish()
+            self._record(batch, report, trained, {"wait": t1 - t0, "publish": publish_s})
+            if self._due():
+                self._save()
+            self.guard.check(self.state.skipped)
+
+    def _open(self) -> TrainState:
+        """The state to go on from: the newest complete checkpoint, else the run's first weights. A resume is put on record."""
+        run, config, mesh = self.run_dir, self.config, self.mesh
+        start = run / "sft" / "model" if config.sft is not None else config.model.path
+        folder = checkpoint.latest_complete(run)
+        state = TrainState(make_model(config, mesh, start, filled=folder is None), config, config.trainer.optim, mesh)
+        if folder is not None:
+            if mesh.main:
+                checkpoint.verify(folder)
+            mesh.barrier()
+            state.load(folder / checkpoint.TRAINER)
+        if self.ledger is not None and self.versions.current() is not None:
+            state.lineage = self.versions.lineage(state.step)
+            self.ledger.resume(step=state.step, lineage=state.lineage)
+            self.metrics.log("event", name="resume", step=state.step, lineage=state.lineage)
+        return state
+
+    def _publish(self) -> float:
+        """A new version of the weights, its id on disk first. Returns the seconds it took."""
+        t0, state = time.perf_counter(), self.state
+        version = self.versions.allocate(state.step) if self.mesh.main else 0
+        # The sum also makes every rank wait for the slowest one's optimizer step.
+        state.version = int(self.mesh.sum(torch.tensor([version], device=self.mesh.device)).item())
+        if self.mesh.main:
+            self.weights.publish(version, state.step, state.tensors())
+        else:
+            _drain(state)
+        return time.perf_counter() - t0
+
+    def _next(self) -> tuple[Batch, bytes | None] | Finish | None:
+        """The next step's batch or the end; None if this rank is asked to stop."""
+        assert self.client is not None
+        step = self.state.step + 1
+
+        def on_wait() -> None:
+            self.status.beat()
+            if self.stop.is_set():
+                raise _Stopped
+
+        self.status.set(phase="training", step=step)
+        try:
+            if self.stop.is_set():
+                return None
+            with self.status.waiting(f"batch {step} from the orchestrator"):
+                return self.client.get(step, self.config.launch.wait_timeout_s, on_wait=on_wait)
+        except _Stopped:
+            return None
+
+    def _record(self, batch: Batch, report: StepReport, trained: int, seconds: dict[str, float]) -> None:
+        """Ledger, then acknowledgement, then metrics. `trained` is the version that the step started from."""
+        state = self.state
+        if report.skipped:
+            dump = self.guard.dump(batch, self.mesh.rank, report.skipped)
+            log.warning("step %d skipped: %s; its batch is in %s", batch.step, report.skipped, dump)
+            self.metrics.log("event", name="nonfinite", step=batch.step, reason=report.skipped, dump=str(dump))
+        if self.ledger is not None:
+            self.ledger.step(
+                step=batch.step,
+                version=state.version,
+                lineage=state.lineage,
+                rollouts=batch.rollout_ids,
+                checksum=batch.checksum,
+                loss=report.loss,
+                skipped=bool(report.skipped),
+            )
+        self.mesh.barrier()
+        assert self.client is not None
+        self.client.trained(batch.step, state.version, {"loss": report.loss, "grad_norm": report.grad_norm})
+        if self.mesh.main:
+            record = {**report.metrics, "time": {**report.metrics["time"], **seconds}}
+            self.metrics.log(
+                "step", step=batch.step, version=state.version, trained_version=trained, backend=registry.backends(), **record
+            )
+
+    def _due(self) -> bool:
+        step = self.state.step
+        return step % self.config.checkpoint.every == 0 and self._can_save()
+
+    def _can_save(self) -> bool:
+        """Whether rank 0 holds the orchestrator's half of this step and has not saved it; all ranks must ask."""
+        return self.mesh.any(self.orchestrator is not None and self.saved < self.state.step)
+
+    def _save(self) -> None:
+        state, mesh = self.state, self.mesh
+        self.status.set(phase="saving")
+        with self.metrics.span("checkpoint", step=state.step):
+            if mesh.main:
+                manifest = checkpoint.Manifest(
+                    run=self.run_dir.id,
+                    step=state.step,
+                    version=state.version,
+                    lineage=state.lineage,
+                    ranks=mesh.world,
+                    architecture=state.spec.architecture,
+                    t=time.time(),
+                )
+                keep = self.config.checkpoint.keep
+                checkpoint.write(self.run_dir, manifest, state.save, self.orchestrator, keep=keep)
+            else:
+                state.save(checkpoint.draft(self.run_dir, state.step) / checkpoint.TRAINER)
+            mesh.barrier()
+        self.saved = state.step
+
+    def _end(self, code: int) -> int:
+        """Save what can be saved; after a finished run write the model as a Hugging Face folder too."""
+        if self._can_save():
+            self._save()
+        elif self.saved < self.state.step:
+            log.warning(
+                "step %d cannot be saved without the orchestrator's half; a resume starts from %d", self.state.step, self.saved
+            )
+        if code == DONE:
+            self.status.set(phase="writing the model")
+            self._write_model(self.run_dir / "model")
+        if self.client is not None:
+            try:
+                self.client.flush(2.0)
+            except (TimeoutError, BatchError) as e:
+                self.metrics.log("event", name="unacknowledged", error=str(e))
+        self.status.set(phase="done" if code == DONE else "saved")
+        return code
+
+    def _write_model(self, folder: Path) -> None:
+        if self.mesh.main:
+            save_hf(folder, self.state.spec, self.state.tensors(), tokenizer_from=tokenizer_file(self.run_dir, self.config))
+        else:
+            _drain(self.state)
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.client is not None:
+            self.client.close()
+        if self.ledger is not None:
+            self.ledger.close()
+
+
+def tokenizer_file(run: RunDir, config: RunConfig) -> Path:
+    """The run's tokenizer.json, written on first use."""
+    path = run / "tokenizer.json"
+    if not path.exists():
+        of_run(config).save(path)
+    return path
+
+
+def _drain(state: TrainState) -> None:
+    """Join rank 0's gathering of every tensor."""
+    for _ in state.tensors():
+        pass
