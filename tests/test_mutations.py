@@ -53,7 +53,7 @@ def test_the_named_test_goes_red(copy: Path, entry: dict[str, Any]) -> None:
         )
     finally:
         target.write_text(original)
-    # 1: tests ran and failed. Anything else (2 interrupted, 4 no such test, 5 none collected) shows nothing about the invariant.
+    # 1: tests ran and failed. Anything else (2 interrupted, 4 no such test, 5 none collected) shows nothing.
     assert done.returncode == 1, (
         f"pytest ended with {done.returncode} on the mutated code:\n{done.stdout[-2000:]}{done.stderr[-1000:]}"
     )

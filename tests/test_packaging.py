@@ -1,5 +1,6 @@
 """The package installs both ways, and brings csrc/triton along."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -38,7 +39,7 @@ def run(*command: str | Path, cwd: Path, **env: str) -> str:
 
 def needs(source: Path) -> list[str]:
     """What the build asks for, as a front end learns it."""
-    code = "from setuptools.build_meta import get_requires_for_build_wheel as g; import sys; print(g(), file=sys.stderr)"
+    code = "import json, sys; from setuptools.build_meta import get_requires_for_build_wheel as g; sys.stderr.write(json.dumps(g()))"
     done = subprocess.run([sys.executable, "-c", code], cwd=source, capture_output=True, text=True, timeout=100, check=True)
     return eval(done.stderr.strip().splitlines()[-1])
 
@@ -80,7 +81,9 @@ def test_pip_install_into_a_fresh_environment(source: Path, tmp_path: Path, edit
 def test_a_cpp_file_becomes_the_extension(source: Path, tmp_path: Path) -> None:
     (source / "csrc" / "cpu" / "op.cpp").parent.mkdir(exist_ok=True)
     (source / "csrc" / "cpu" / "op.cpp").write_text(
-        '#include <torch/extension.h>\nPYBIND11_MODULE(TORCH_EXTENSION_NAME, m) { m.def("twice", [](at::Tensor x) { return x * 2; }); }\n'
+        """#include <torch/extension.h>
+        PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) { m.def("twice", [](at::Tensor x) { return x * 2; }); }
+        """
     )
     target = tmp_path / "target"
     pip = (sys.executable, "-m", "pip", "install", "--no-deps", "--no-build-isolation", "-q", "--target")
