@@ -39,9 +39,9 @@ def run(*command: str | Path, cwd: Path, **env: str) -> str:
 
 def needs(source: Path) -> list[str]:
     """What the build asks for, as a front end learns it."""
-    code = "import json, sys; from setuptools.build_meta import get_requires_for_build_wheel as g; sys.stderr.write(json.dumps(g()))"
+    code = "import json, sys, setuptools.build_meta as b; sys.stderr.write(json.dumps(b.get_requires_for_build_wheel()))"
     done = subprocess.run([sys.executable, "-c", code], cwd=source, capture_output=True, text=True, timeout=100, check=True)
-    return eval(done.stderr.strip().splitlines()[-1])
+    return json.loads(done.stderr.strip().splitlines()[-1])
 
 
 def test_the_build_asks_for_the_torch_of_the_run_only_where_something_is_compiled(source: Path) -> None:
