@@ -67,12 +67,14 @@ def shapes_of(spec: ModelSpec) -> dict[str, Shape]:
 def count_parameters(spec: ModelSpec) -> tuple[int, int]:
     """(all, active for a token) parameters; layers for multi-token prediction are not part of the model and not counted.
 
-    Active are all but the experts that a token does not use; the embedding counts in both, as in the published numbers.
+    Active are the layers' parameters but for the experts that a token does not use. Embedding and LM head are counted in
+    the first number only: so the published ones come out.
     """
     ops = operations(spec)
     total = active = 0
     for name, shape in shapes_of(spec).items():
         n = math.prod(shape)
         total += n
-        active += n * spec.top_k // spec.n_experts if is_expert(ops, name) else n
+        if name.startswith("model.layers."):
+            active += n * spec.top_k // spec.n_experts if is_expert(ops, name) else n
     return total, active
