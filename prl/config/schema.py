@@ -139,6 +139,8 @@ class Trainer(Section):
     """Step of the router's correction bias per optimizer step; 0 leaves it alone."""
     lm_head_chunk: PositiveInt = 4096
     """Tokens per chunk of the LM head."""
+    recompute: bool = False
+    """Keep only the blocks' inputs and compute each block again in backward: less memory, a third more work."""
     max_nonfinite: NonNegativeInt = 3
     """Steps skipped for a non-finite loss or gradient before the run stops."""
 
