@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,9 @@ from prl.models.registry import build, init_weights
 from prl.models.spec import read_spec
 from prl.trainer import optim
 from prl.trainer.checkpoint import CheckpointError
+
+# DCP says so at every call without a process group; that is how one rank runs.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
 class Policy(nn.Module):
@@ -59,6 +63,7 @@ class TrainState:
         frozen = [re.compile(p) for p in config.model.frozen]
         for name, p in model.named_parameters():
             p.requires_grad_(not any(f.fullmatch(name) for f in frozen))
+        model.recompute = config.trainer.recompute
         self.policy = Policy(model, config.trainer.lm_head_chunk)
         if mesh.data is not None:
             wide = [

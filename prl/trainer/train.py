@@ -220,7 +220,7 @@ class Trainer:
 
     def _write_model(self, folder: Path) -> None:
         if self.mesh.main:
-            save_hf(folder, self.state.spec, self.state.tensors(), tokenizer_from=tokenizer_file(self.run_dir, self.config))
+            save_hf(folder, self.state.spec, self.state.tensors(), tokenizer_from=tokenizer_folder(self.run_dir, self.config))
         else:
             _drain(self.state)
 
@@ -234,12 +234,12 @@ class Trainer:
             self.ledger.close()
 
 
-def tokenizer_file(run: RunDir, config: RunConfig) -> Path:
-    """The run's tokenizer.json, written on first use."""
-    path = run / "tokenizer.json"
-    if not path.exists():
-        of_run(config).save(path)
-    return path
+def tokenizer_folder(run: RunDir, config: RunConfig) -> Path:
+    """The run's tokenizer files, written on first use."""
+    folder = run / "tokenizer"
+    if not folder.exists():
+        of_run(config).save(folder)
+    return folder
 
 
 def _drain(state: TrainState) -> None:

@@ -1,0 +1,208 @@
+"""Checkpoints: bit for bit, complete or not there, and refused by name."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from prl.samples import pack
+from prl.trainer import checkpoint
+from prl.trainer.checkpoint import TRAINER, CheckpointError, Manifest
+from prl.trainer.state import TrainState
+from tests.trainer.helpers import ARCHITECTURE, bits, config, rollouts, run_dir, state_of, stepper_of
+
+MANIFEST = Manifest(run="r", step=2, version=2, lineage=0, ranks=1, architecture="glm4_moe", t=0.0)
+
+
+@pytest.fixture(scope="module")
+def trained() -> TrainState:
+    stepper = stepper_of(config("float32", bias_update=0.01))
+    for step in (1, 2):
+        stepper(pack(rollouts(step), step=step, budget=64, ranks=1)[0])
+    return stepper.state
+
+
+def save(root: Path, state: TrainState, step: int = 2, *, keep: int = 2) -> Path:
+    manifest = Manifest("r", step, step, 0, 1, "glm4_moe", 0.0)
+    return checkpoint.write(run_dir(root), manifest, state.save, b"orchestrator %d" % step, keep=keep)
+
+
+def test_a_checkpoint_reads_back_bit_for_bit_and_trains_on_the_same(tmp_path: Path, trained: TrainState) -> None:
+    torch.rand(3)
+    folder = save(tmp_path, trained)
+    assert checkpoint.verify(folder).step == 2 and checkpoint.orchestrator_state(folder) == b"orchestrator 2"
+    c = config("float32", bias_update=0.01)
+    fresh = stepper_of(c)
+    expected, noise = bits(trained), torch.get_rng_state()
+    assert bits(fresh.state) != expected
+    torch.rand(5)
+    fresh.state.load(folder / TRAINER)
+    assert bits(fresh.state) == expected and torch.equal(torch.get_rng_state(), noise)
+    assert (fresh.state.step, fresh.state.skipped) == (2, 0)
+    batch = pack(rollouts(3), step=3, budget=64, ranks=1)[0]
+    old = stepper_of(c)
+    old.state.load(folder / TRAINER)
+    assert fresh(batch).loss == old(batch).loss and bits(fresh.state) == bits(old.state)
+
+
+def test_state_of_adamw_is_saved_before_the_first_step(tmp_path: Path) -> None:
+    state = state_of(config("float32", optim={"lr": 0.0}))
+    folder = save(tmp_path, state)
+    state.load(folder / TRAINER)
+    assert len(bits(state)) == 2 + len(state.model.state_dict()) + 3 * len(state.params)
+
+
+def test_the_newest_complete_one_is_found_and_old_ones_go(tmp_path: Path, trained: TrainState) -> None:
+    run = run_dir(tmp_path)
+    assert checkpoint.latest_complete(run) is None
+    for step in (2, 4, 10):
+        save(tmp_path, trained, step)
+    folder = run / "checkpoints"
+    (folder / "step_12.tmp").mkdir()
+    (folder / "step_11").mkdir()  # no manifest
+    latest = checkpoint.latest_complete(run)
+    assert latest is not None and latest.name == "step_10"
+    assert sorted(p.name for p in folder.iterdir()) == ["step_10", "step_11", "step_12.tmp", "step_4"]
+    save(tmp_path, trained, 14)
+    assert sorted(p.name for p in folder.iterdir()) == ["step_10", "step_11", "step_14"]
+
+
+KILLED = """
+import os, sys
+from pathlib import Path
+from prl.trainer import checkpoint
+from prl.transport.run_dir import RunDir
+
+at, calls = int(sys.argv[2]), 0
+
+def count(name, *rest):
+    global calls
+    watched = {"mkdir", "os.rename", "open"}
+    if name in watched and "step_4" in str(rest[0][0]):
+        calls += 1
+        if calls == at:
+            os._exit(9)
+
+def trainer(folder):
+    folder.mkdir()
+    for i in range(3):
+        (folder / f"{i}.distcp").write_bytes(b"x" * 100)
+
+sys.addaudithook(count)
+manifest = checkpoint.Manifest("r", 4, 4, 0, 1, "glm4_moe", 0.0)
+checkpoint.write(RunDir(Path(sys.argv[1])), manifest, trainer, b"state", keep=2)
+"""
+
+
+def test_killed_at_any_file_the_last_complete_one_stays_the_latest(tmp_path: Path) -> None:
+    """Death before every single folder, file and rename of a checkpoint, in a process of its own."""
+    run = run_dir(tmp_path)
+
+    def trainer(folder: Path) -> None:
+        folder.mkdir()
+        (folder / "0.distcp").write_bytes(b"y")
+
+    checkpoint.write(run, MANIFEST, trainer, b"two", keep=2)
+    script = tmp_path / "killed.py"
+    script.write_text(KILLED)
+    survived = 0
+    for at in range(1, 100):
+        done = subprocess.run([sys.executable, script, tmp_path, str(at)], env=os.environ | {"PYTHONPATH": "."}, check=False)
+        latest = checkpoint.latest_complete(run)
+        assert latest is not None
+        manifest = checkpoint.verify(latest)
+        if done.returncode == 0:
+            assert manifest.step == 4
+            break
+        assert done.returncode == 9
+        survived += manifest.step == 2
+        if manifest.step == 4:  # killed after the rename
+            checkpoint._discard(latest)
+    else:
+        pytest.fail("the writer never finished")
+    assert survived > 10
+
+
+def damage_cut(folder: Path) -> None:
+    path = next((folder / TRAINER).glob("*.distcp"))
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def damage_byte(folder: Path) -> None:
+    path = next((folder / TRAINER).glob("*.distcp"))
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def damage_missing(folder: Path) -> None:
+    next((folder / TRAINER).glob("*.distcp")).unlink()
+
+
+def damage_metadata(folder: Path) -> None:
+    path = folder / TRAINER / ".metadata"
+    path.write_bytes(path.read_bytes() + b"\n")
+
+
+def damage_mode(folder: Path) -> None:
+    (folder / TRAINER).chmod(0o777)
+
+
+def damage_manifest(folder: Path) -> None:
+    (folder / "manifest.json").write_text('{"step": 2}')
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (damage_cut, r"distcp: \d+ bytes, the manifest says \d+"),
+        (damage_byte, "distcp: its checksum is not the manifest's"),
+        (damage_missing, "distcp: missing"),
+        (damage_metadata, r"\.metadata: \d+ bytes"),
+        (damage_mode, "mode 777; expected owner .* pickle"),
+        (damage_manifest, "manifest.json: cannot be read"),
+    ],
+)
+def test_damage_is_named_before_anything_is_read(
+    tmp_path: Path, trained: TrainState, damage: Callable[[Path], None], message: str
+) -> None:
+    folder = save(tmp_path, trained)
+    damage(folder)
+    with pytest.raises(CheckpointError, match=message):
+        checkpoint.verify(folder)
+
+
+def test_another_model_or_optimizer_is_refused_with_the_tensors(tmp_path: Path, trained: TrainState) -> None:
+    folder = save(tmp_path, trained) / TRAINER
+    other = config("float32")
+    wider = ARCHITECTURE | {"moe_intermediate_size": 24}
+    cases = {
+        r"experts.down_proj: float32 \[8, 32, 24\] here, float32 \[8, 32, 16\] in the checkpoint": other.model_copy(
+            update={"model": other.model.model_copy(update={"architecture": wider})}
+        ),
+        r"optimizer\.\S+: nothing here, float32": config("float32", optim={"kind": "sgd"}),
+        "float64 .* here, float32": config("float64"),
+    }
+    for message, c in cases.items():
+        with pytest.raises(CheckpointError, match=message):
+            state_of(c).load(folder)
+
+
+def test_a_disk_that_refuses_leaves_the_earlier_one(tmp_path: Path, trained: TrainState) -> None:
+    save(tmp_path, trained)
+
+    def full(folder: Path) -> None:
+        folder.mkdir()
+        raise OSError(28, "No space left on device")
+
+    manifest = Manifest("r", 4, 4, 0, 1, "glm4_moe", 0.0)
+    with pytest.raises(CheckpointError, match="step_4: cannot be written: .*No space left"):
+        checkpoint.write(run_dir(tmp_path), manifest, full, None, keep=1)
+    assert [p.name for _, p in checkpoint.complete(run_dir(tmp_path))] == ["step_2"]
+    assert not list((tmp_path / "checkpoints").glob("*.tmp"))
