@@ -69,8 +69,12 @@ class Tokenizer:
             raise TokenizerError(f"tokenizer: {text!r} must be one token to stop on, it is {len(ids)}: {ids.tolist()}")
         return int(ids[0])
 
-    def save(self, folder: Path) -> None:
-        """Write tokenizer.json and tokenizer_config.json, which transformers' AutoTokenizer reads too."""
+    def save(self, path: Path) -> None:
+        """Write tokenizer.json and tokenizer_config.json to a folder, which transformers' AutoTokenizer reads too.
+
+        `path` is the folder or the tokenizer.json in it.
+        """
+        folder = path.parent if path.name == "tokenizer.json" else path
         folder.mkdir(parents=True, exist_ok=True)
         self.backend.save(str(folder / "tokenizer.json"))
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self.eos, "pad_token": self.pad}

@@ -36,7 +36,7 @@ def test_save_and_load_keep_ids_and_transformers_agrees(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = characters(ALPHABET, 64)
-    tokenizer.save(tmp_path)
+    tokenizer.save(tmp_path / "tokenizer.json")
     text = "so [1+2]=3.\n\tü"
     for path in (tmp_path, tmp_path / "tokenizer.json"):
         again = load(path)
