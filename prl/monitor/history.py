@@ -1,0 +1,158 @@
+"""What metrics.jsonl and status/ tell of a run so far: read as they grow, for the console, the summary and the report."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import orjson
+
+Record = dict[str, Any]
+SPANS_KEPT = 50_000
+SAMPLE_STEPS_KEPT = 400
+
+
+class RunFolder(Protocol):
+    """As much of a run's folder as monitoring reads."""
+
+    @property
+    def root(self) -> Path: ...
+
+
+class Tail:
+    """The new whole lines of a JSONL file at each `read`. A last line without its end waits; broken lines are counted."""
+
+    def __init__(self, path: Path):
+        self.path, self.broken = path, 0
+        self._offset = 0
+        self._rest = b""
+
+    def read(self) -> Iterator[Record]:
+        try:
+            with self.path.open("rb") as file:
+                if file.seek(0, 2) < self._offset:  # a new file under the old name
+                    self._offset, self._rest = 0, b""
+                file.seek(self._offset)
+                data = file.read()
+        except FileNotFoundError:
+            return
+        self._offset += len(data)
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            try:
+                record = orjson.loads(line)
+            except orjson.JSONDecodeError:
+                record = None
+            if isinstance(record, dict):
+                yield record
+            else:
+                self.broken += 1
+
+
+def statuses(run: RunFolder) -> dict[str, Record]:
+    """What each role's status file says, by role."""
+    found = {}
+    for path in sorted((run.root / "status").glob("*.json")):
+        try:
+            record = orjson.loads(path.read_bytes())
+        except (OSError, orjson.JSONDecodeError):
+            continue
+        if isinstance(record, dict):
+            found[path.stem] = record
+    return found
+
+
+def stage_of(record: Record) -> str:
+    """sft, rl or control: what the record says, or its role tells."""
+    role = str(record.get("role", ""))
+    return str(record.get("stage") or next((s for s in ("sft", "control") if role.startswith(s)), "rl"))
+
+
+class History:
+    """The surviving course of a run: a step done again after a resume replaces what was recorded first."""
+
+    def __init__(self, records: Iterable[Record] = ()):
+        self.steps: dict[str, dict[int, Record]] = defaultdict(dict)
+        """By "sft", "control", "trainer" (rank 0) and "orchestrator"; by step."""
+        self.evals: dict[str, list[Record]] = defaultdict(list)
+        """By stage, in order. An evaluation that was cut is not here."""
+        self.cut_evals = 0
+        self.spans: deque[Record] = deque(maxlen=SPANS_KEPT)
+        self.samples: dict[int, list[Record]] = defaultdict(list)
+        self.events: deque[Record] = deque(maxlen=1000)
+        self.engines: dict[str, Record] = {}
+        self.waited: dict[str, Counter[str]] = defaultdict(Counter)
+        """Seconds by role and by what it waited for."""
+        self.first_t: float | None = None
+        self.last_t: float | None = None
+        for record in records:
+            self.add(record)
+
+    def add(self, r: Record) -> None:
+        """Take one record in; one that lacks what its kind needs is left out."""
+        t, kind, role, step = r.get("t"), r.get("kind"), str(r.setdefault("role", "")), r.get("step")
+        if not isinstance(t, int | float):
+            return
+        self.first_t = min(t, self.first_t if self.first_t is not None else t)
+        self.last_t = max(t, self.last_t or t)
+        if kind == "step" and isinstance(step, int):
+            stage = stage_of(r)
+            self.steps[stage if stage != "rl" else role][step] = r
+        elif kind == "eval" and r.get("complete", True):
+            self.evals[stage_of(r)].append(r)
+        elif kind == "eval":
+            self.cut_evals += 1
+        elif kind == "sample" and isinstance(step, int):
+            self.samples[step].append(r)
+            if len(self.samples) > SAMPLE_STEPS_KEPT:  # the first and the latest steps are what anyone looks at
+                del self.samples[sorted(self.samples)[SAMPLE_STEPS_KEPT // 2]]
+        elif kind == "engine":
+            self.engines[role] = r
+        elif kind == "span" and isinstance(r.get("t0"), int | float) and isinstance(r.get("t1"), int | float):
+            self.spans.append(r)
+            if r.get("name") == "wait":
+                self.waited[role][str(r.get("what") or "something")] += r["t1"] - r["t0"]
+        elif kind == "event":
+            self.events.append(r)
+            if r.get("name") == "resume" and isinstance(step, int):
+                self._resume(step)
+
+    def _resume(self, step: int) -> None:
+        """Steps after `step` belong to an abandoned lineage."""
+        for name in ("trainer", "orchestrator"):
+            for later in [s for s in self.steps[name] if s > step]:
+                del self.steps[name][later]
+        self.evals["rl"] = [e for e in self.evals["rl"] if e.get("step", 0) <= step]
+        for later in [s for s in self.samples if s > step]:
+            del self.samples[later]
+
+    def series(self, name: str, key: str) -> tuple[list[int], list[Any]]:
+        """Steps and values of `key`, where it has one; `key` may reach into mappings: "mismatch.p99"."""
+        xs, ys = [], []
+        for step, record in sorted(self.steps[name].items()):
+            value: Any = record
+            for part in key.split("."):
+                value = value.get(part) if isinstance(value, dict) else None
+            if value is not None:
+                xs.append(step)
+                ys.append(value)
+        return xs, ys
+
+    def last(self, name: str) -> Record:
+        """The record of the latest step, empty if there is none."""
+        steps = self.steps[name]
+        return steps[max(steps)] if steps else {}
+
+    def staleness(self) -> Counter[int]:
+        """Rollouts trained, by staleness."""
+        total: Counter[int] = Counter()
+        for record in self.steps["orchestrator"].values():
+            for value, count in (record.get("staleness") or {}).items():
+                total[int(value)] += count
+        return total
+
+
+def load_history(run: RunFolder) -> History:
+    return History(Tail(run.root / "metrics.jsonl").read())
