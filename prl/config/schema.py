@@ -110,7 +110,9 @@ class Orchestrator(Section):
 class Loss(Section):
     kind: str = "dppo"
     """dppo, grpo, gspo, cispo, icepop, tis, or `package.module:function`."""
-    normalise: Literal["token", "sequence"] = "token"
+    normalise: Literal["token", "sequence", "constant"] = "token"
+    """Mean over tokens, mean over rollouts of the mean over their tokens, or sum over tokens / (rollouts x constant_tokens)."""
+    constant_tokens: PositiveInt = 1024
     options: dict[str, float] = {}
 
 
@@ -208,6 +210,8 @@ class Transport(Section):
 class Launch(Section):
     threads: dict[Literal["trainer", "orchestrator", "inference"], PositiveInt] = {}
     """Threads per process of a role; default: cores divided by the role processes, at least one."""
+    pass_env: list[str] = []
+    """Environment variables that roles get beside the known ones (tokens and passwords are not passed on)."""
     start_timeout_s: PositiveFloat = 120.0
     wait_timeout_s: PositiveFloat = 600.0
     """Deadline of every wait of one role for another in a running run."""

@@ -37,7 +37,7 @@ class LossInputs:
     """One micro-batch, flat. Everything is indexed by the token it speaks of.
 
     logprobs [N] float32 or wider, with gradient; old_logprobs [N] of the engine; advantages [N]; mask bool [N], the tokens
-    that this loss reads; documents int64 [N], the document of each token, below N; weights [N], from `weights`;
+    that this loss reads; documents int64 [N], the document of each token; weights [N], from `weights`;
     entropy [N] of the trainer's distribution, with gradient.
     """
 
@@ -107,28 +107,15 @@ def total(inputs: LossInputs, output: LossOutput) -> Tensor:
     return torch.where(inputs.mask, inputs.weights * output.per_token, 0.0).sum()
 
 
-def clamp_exponent(x: Tensor) -> Tensor:
-    """`x` within +-MAX_LOG_RATIO; infinities become NaN, so that a guard sees them and not a plausible ratio."""
-    return torch.where(x.isfinite(), x.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO), torch.nan)
-
-
 def ratio(log_ratio: Tensor) -> Tensor:
-    """r = exp(d), exponent clamped."""
-    return clamp_exponent(log_ratio).exp()
-
-
-def mismatch_kl(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-    """exp(d) - 1 - d per token [N], detached: estimates KL(engine || trainer) under the engine's samples (k3, Schulman 2020).
-
-    d is clamped as in every ratio, in both places.
-    """
-    d = clamp_exponent((logprobs - old_logprobs).detach())
-    return d.expm1() - d
+    """r = exp(d), exponent clamped; of an infinite d NaN, so that a guard sees it and not a plausible ratio."""
+    d = torch.where(log_ratio.isfinite(), log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO), torch.nan)
+    return d.exp()
 
 
 def document_sums(values: Tensor, documents: Tensor) -> Tensor:
     """Sum of `values` [N] over each token's document, given back to every token [N]."""
-    return torch.zeros_like(values).index_add(0, documents, values)[documents]
+    return values.new_zeros(int(documents.max()) + 1).index_add(0, documents, values)[documents]
 
 
 def sequence_log_ratio(inputs: LossInputs) -> tuple[Tensor, Tensor]:

@@ -122,6 +122,7 @@ def loss_share(
             normalise=normalise,
             n_tokens=n_tokens,
             n_rollouts=counts.rollouts,
+            constant_tokens=config.constant_tokens,
             dtype=dtype,
         )
         fields = LossInputs(
