@@ -291,10 +291,19 @@ class BatchServer(_Loop):
 class BatchClient(_Loop):
     """A trainer rank's end; it connects to the run's orchestrator and fetches the next step's batch while one trains."""
 
-    def __init__(self, run: RunDir, rank: int, world: int, *, timeout_s: float = 60.0, retry_s: float = RETRY_S):
+    def __init__(
+        self,
+        run: RunDir,
+        rank: int,
+        world: int,
+        *,
+        timeout_s: float = 60.0,
+        retry_s: float = RETRY_S,
+        on_wait: Callable[[], None] = lambda: None,
+    ):
         if not 0 <= rank < world:
             raise ValueError(f"rank {rank} of {world}")
-        address = run.find("orchestrator", timeout_s)
+        address = run.find("orchestrator", timeout_s, on_wait=on_wait)
         self.endpoint = f"tcp://{address['host']}:{address['port']}"
         self.rank, self.retry_s = rank, retry_s
         self.counts: Counter[str] = Counter()

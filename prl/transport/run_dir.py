@@ -68,22 +68,50 @@ class RunDir:
     def status(self, role: str, metrics: Metrics | None = None) -> Status:
         return Status(self.root / "status" / f"{role}.json", role, metrics)
 
+    def read_status(self, role: str) -> dict[str, Any] | None:
+        """A role's status (prl.monitor.status); None before its first."""
+        path = self.root / "status" / f"{role}.json"
+        return orjson.loads(path.read_bytes()) if path.exists() else None
+
+    def stages(self) -> dict[str, dict[str, Any]]:
+        """What was run so far: stage to {"wall_s": seconds over all lives of the run, "done"}."""
+        path = self.root / "stages.json"
+        return orjson.loads(path.read_bytes()) if path.exists() else {}
+
+    def record_stage(self, name: str, wall_s: float, *, done: bool) -> None:
+        """Add `wall_s` to a stage."""
+        stages = self.stages()
+        before = stages.get(name, {"wall_s": 0.0})
+        stages[name] = {"wall_s": before["wall_s"] + wall_s, "done": done}
+        self._write("stages.json", stages)
+
+    def forget_roles(self) -> None:
+        """Delete addresses and statuses of roles that run no more."""
+        for folder in ("rendezvous", "status"):
+            for path in (self.root / folder).iterdir():
+                path.unlink(missing_ok=True)
+
+    def _write(self, name: str, value: Any) -> None:
+        """Write a JSON file whole."""
+        path = self.root / name
+        temporary = path.with_suffix(".tmp")
+        temporary.write_bytes(orjson.dumps(value))
+        temporary.replace(path)
+
     def announce(self, role: str, **address: Any) -> None:
         """Tell the other roles where this one listens: rendezvous/<role>.json, written whole."""
-        path = self.root / "rendezvous" / f"{role}.json"
-        temporary = path.with_suffix(".tmp")
-        temporary.write_bytes(orjson.dumps({"pid": os.getpid(), "t": time.time(), **address}))
-        temporary.replace(path)
+        self._write(f"rendezvous/{role}.json", {"pid": os.getpid(), "t": time.time(), **address})
 
     def address(self, role: str) -> dict[str, Any] | None:
         path = self.root / "rendezvous" / f"{role}.json"
         return orjson.loads(path.read_bytes()) if path.exists() else None
 
-    def find(self, role: str, timeout_s: float, *, clock: Callable[[], float] = time.monotonic) -> dict[str, Any]:
-        """Wait for a role's address; TimeoutError names role and file."""
-        deadline = clock() + timeout_s
+    def find(self, role: str, timeout_s: float, *, on_wait: Callable[[], None] = lambda: None) -> dict[str, Any]:
+        """Wait for a role's address; TimeoutError names role and file. `on_wait` is called meanwhile (heartbeat)."""
+        deadline = time.monotonic() + timeout_s
         while (address := self.address(role)) is None:
-            if clock() > deadline:
+            on_wait()
+            if time.monotonic() > deadline:
                 raise TimeoutError(f"{role} did not announce itself in {self.root / 'rendezvous'} within {timeout_s:g} s")
             time.sleep(0.02)
         return address

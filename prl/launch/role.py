@@ -1,0 +1,69 @@
+"""One process of a run: `python -m prl.launch.role ROLE --run DIR --index I`. Started by an executor, not by hand."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import importlib
+import logging
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from prl.config.load import ConfigError, load_resolved
+from prl.launch.supervisor import CONFIG
+from prl.transport.run_dir import RunDir
+
+MAINS = {
+    "trainer": "prl.trainer.train:main",
+    "orchestrator": "prl.orchestrator.main:main",
+    "inference": "prl.inference.server:main",
+    "sft": "prl.trainer.sft:main",
+    "control": "prl.trainer.sft:control",
+    "evaluate": "prl.evaluate:control",
+}
+"""Role to `main(run, config, index, stop) -> exit code`; imported only in the role's own process."""
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(supervisor: int) -> None:
+    """Have the kernel kill this process when the supervisor dies."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != supervisor:  # it died before the call
+        os._exit(1)
+
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)  # a pretty traceback would print the secret
+
+
+@app.command()
+def main(
+    role: Annotated[str, typer.Argument(help=f"One of {', '.join(MAINS)}.")],
+    run: Annotated[Path, typer.Option(help="Folder of the run.")],
+    index: Annotated[int, typer.Option(help="Rank or replica.")] = 0,
+) -> None:
+    """Run one role of a run until it ends or is asked to (SIGTERM: save and end)."""
+    faulthandler.enable()
+    if supervisor := os.environ.get("PRL_SUPERVISOR"):
+        die_with_parent(int(supervisor))
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    folder = RunDir(run)
+    try:
+        config = load_resolved(folder.config_path)
+    except ConfigError as e:
+        print(e, file=sys.stderr)
+        raise SystemExit(CONFIG) from None
+    module, _, name = MAINS[role].partition(":")
+    raise SystemExit(getattr(importlib.import_module(module), name)(folder, config, index, stop))
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,368 @@
+"""What happens when: `transition` is a pure function from state and event to state and actions; `supervise` drives it.
+
+A run is a list of stages (sft, rl, control, evaluate). A stage has primaries, whose end is the stage's end, and services, which
+serve them and are told to end afterwards. Phases:
+
+    starting   every role was started; until each has left its own start-up       bounded by start_timeout_s
+    running    all roles live and show it                                          each by heartbeat_timeout_s
+    draining   a primary has ended; the others end too                             by wait_timeout_s, and heartbeats
+    closing    the primaries have ended; services were told to end                 by stop_timeout_s, then killed
+    saving     a stop was requested: primaries save, then services end             by stop_timeout_s, then killed
+    done       nothing runs; `code` 0 or 75
+    failed     nothing runs; `code` 1 or 2, `cause` is the first thing that went wrong
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from prl.launch.local import Executor, RoleSpec
+from prl.transport.run_dir import RunDir
+
+DONE, CONFIG, SAVED, FAILED = 0, 2, 75, 1
+
+Phase = Literal["starting", "running", "draining", "closing", "saving", "done", "failed"]
+
+
+@dataclass(frozen=True)
+class Stage:
+    name: str
+    primaries: frozenset[str]
+    services: frozenset[str] = frozenset()
+
+    @property
+    def roles(self) -> frozenset[str]:
+        return self.primaries | self.services
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Seconds; see the module's table."""
+
+    start_s: float
+    wait_s: float
+    stop_s: float
+    heartbeat_s: float
+
+
+@dataclass(frozen=True)
+class State:
+    """`stages[0]` is the current one. `beats` holds when each living role last showed life; `since` when the phase began."""
+
+    stages: tuple[Stage, ...]
+    limits: Limits
+    phase: Phase = "starting"
+    since: float = 0.0
+    alive: frozenset[str] = frozenset()
+    started: frozenset[str] = frozenset()
+    beats: Mapping[str, float] = field(default_factory=dict)
+    code: int = DONE
+    cause: str = ""
+    culprit: str = ""
+    """The role whose log tells more about the cause."""
+
+    @property
+    def over(self) -> bool:
+        return self.phase in ("done", "failed")
+
+    def deadline(self) -> float:
+        """When the current wait ends at the latest. Every state that is not over has one."""
+        hung = min((self.beats[r] for r in self.alive), default=self.since) + self.limits.heartbeat_s
+        match self.phase:
+            case "starting":
+                return self.since + self.limits.start_s
+            case "running":
+                return hung
+            case "draining":
+                return min(hung, self.since + self.limits.wait_s)
+            case _:
+                return self.since + self.limits.stop_s
+
+
+# Events. `now` is a monotonic time in seconds.
+
+
+@dataclass(frozen=True)
+class Began:
+    """The stage's roles were started."""
+
+    now: float
+
+
+@dataclass(frozen=True)
+class Beat:
+    """A role's status was renewed; `ready`: it has left its start-up."""
+
+    role: str
+    ready: bool
+    now: float
+
+
+@dataclass(frozen=True)
+class Exited:
+    role: str
+    code: int
+    now: float
+
+
+@dataclass(frozen=True)
+class StopRequested:
+    """Ctrl-C or SIGTERM; the second one in a run kills."""
+
+    now: float
+
+
+@dataclass(frozen=True)
+class Tick:
+    now: float
+
+
+Event = Began | Beat | Exited | StopRequested | Tick
+
+
+# Actions, in the order given.
+
+
+@dataclass(frozen=True)
+class Start:
+    stage: Stage
+
+
+@dataclass(frozen=True)
+class Terminate:
+    """Send SIGTERM: save if you can, and end."""
+
+    roles: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Kill:
+    """End every process of the run now."""
+
+
+@dataclass(frozen=True)
+class StageDone:
+    stage: Stage
+
+
+Action = Start | Terminate | Kill | StageDone
+
+
+def begin(stages: tuple[Stage, ...], limits: Limits, now: float) -> tuple[State, list[Action]]:
+    """The first state of a run; without stages it is done."""
+    if not stages:
+        return State((), limits, phase="done"), []
+    return _enter(State(stages, limits), now), [Start(stages[0])]
+
+
+def transition(state: State, event: Event) -> tuple[State, list[Action]]:
+    """The next state and what to do. Events of roles that are not alive, and any event once the run is over, change nothing."""
+    if state.over:
+        return state, []
+    match event:
+        case Began(now) if state.phase == "starting":
+            return replace(state, since=now, beats=dict.fromkeys(state.alive, now)), []
+        case Beat(role, ready, now) if role in state.alive:
+            state = replace(state, beats={**state.beats, role: now})
+            if ready:
+                state = replace(state, started=state.started | {role})
+            if state.phase == "starting" and state.started >= state.alive:
+                state = _phase(replace(state, beats=dict.fromkeys(state.alive, now)), "running", now)
+            return state, []
+        case Exited(role, code, now):
+            return _exited(state, role, code, now)
+        case StopRequested(now):
+            if state.phase == "saving":
+                return _saved(state, now, "stopped at once by a second request; what was not saved is lost"), [Kill()]
+            primaries = state.stages[0].primaries & state.alive
+            state = replace(_phase(state, "saving", now), cause="stop requested")
+            return state, [Terminate(primaries or state.alive)]
+        case Tick(now) if now > state.deadline():
+            return _overdue(state, now)
+    return state, []
+
+
+def _phase(state: State, phase: Phase, now: float) -> State:
+    return replace(state, phase=phase, since=now)
+
+
+def _enter(state: State, now: float) -> State:
+    """The first stage's roles are about to start."""
+    roles = state.stages[0].roles
+    return replace(
+        _phase(state, "starting", now), alive=roles, started=frozenset(), beats=dict.fromkeys(roles, now), code=DONE, cause=""
+    )
+
+
+def _fail(state: State, now: float, culprit: str, what: str, code: int = FAILED) -> tuple[State, list[Action]]:
+    cause = f"stage {state.stages[0].name}: {culprit} {what}"
+    return replace(_phase(state, "failed", now), alive=frozenset(), code=code, cause=cause, culprit=culprit), [Kill()]
+
+
+def _saved(state: State, now: float, cause: str) -> State:
+    return replace(_phase(state, "done", now), alive=frozenset(), code=SAVED, cause=cause)
+
+
+def _exited(state: State, role: str, code: int, now: float) -> tuple[State, list[Action]]:
+    stage = state.stages[0]
+    if role not in stage.roles:
+        return _fail(state, now, role, _how(code))
+    if role not in state.alive:
+        return state, []
+    primary, leaving = role in stage.primaries, state.phase in ("closing", "saving")
+    if code == -signal.SIGTERM and state.phase == "saving":
+        code = SAVED  # asked to end before it could listen: it had nothing to save yet
+    if code not in (DONE, SAVED) and not (leaving and not primary):
+        return _fail(state, now, role, _how(code), CONFIG if code == CONFIG else FAILED)
+    if not primary and not leaving:
+        return _fail(state, now, role, f"{_how(code)} while it was needed")
+    state = replace(state, alive=state.alive - {role}, code=max(state.code, code) if primary else state.code)
+    if primary and code == SAVED and not state.cause:
+        state = replace(state, cause=f"{role} saved the run")
+    if not state.alive:
+        return _stage_over(state, now)
+    if not state.alive & stage.primaries and primary:
+        return (state if leaving else _phase(state, "closing", now)), [Terminate(state.alive)]
+    rest = [Terminate(state.alive & stage.primaries)] if code == SAVED and not leaving else []
+    return (state if leaving or state.phase == "draining" else _phase(state, "draining", now)), [*rest]
+
+
+def _stage_over(state: State, now: float) -> tuple[State, list[Action]]:
+    """No role is alive and none failed. A stop that came as the stage was ending anyway ends the run before the next one."""
+    stopping = state.phase == "saving"
+    if state.code == SAVED:
+        return _saved(state, now, state.cause), [Kill()]
+    done: list[Action] = [Kill(), StageDone(state.stages[0])]
+    state = replace(state, stages=state.stages[1:])
+    if not state.stages:
+        return replace(_phase(state, "done", now), cause=""), done
+    if stopping:
+        return _saved(state, now, state.cause), done
+    return _enter(state, now), [*done, Start(state.stages[0])]
+
+
+def _overdue(state: State, now: float) -> tuple[State, list[Action]]:
+    stage, limits = state.stages[0], state.limits
+    match state.phase:
+        case "starting":
+            late = min(state.alive - state.started)
+            return _fail(state, now, late, f"did not start within {limits.start_s:g} s (launch.start_timeout_s)")
+        case "closing":
+            return _stage_over(replace(state, alive=frozenset()), now)
+        case "saving":
+            late = ", ".join(sorted(state.alive))
+            if state.alive & stage.primaries:
+                return _saved(state, now, f"{late} did not save within {limits.stop_s:g} s (launch.stop_timeout_s)"), [Kill()]
+            return _stage_over(replace(state, alive=frozenset()), now)
+    hung = min(sorted(state.alive), key=lambda r: state.beats[r])
+    if now > state.beats[hung] + limits.heartbeat_s:
+        silent = now - state.beats[hung]
+        return _fail(state, now, hung, f"hangs: no sign of life for {silent:.1f} s (launch.heartbeat_timeout_s)")
+    late = min(state.alive & stage.primaries)
+    return _fail(state, now, late, f"did not end within {limits.wait_s:g} s after the others (launch.wait_timeout_s)")
+
+
+def _how(code: int) -> str:
+    if code >= 0:
+        return f"ended with exit code {code}"
+    hint = " (out of memory?)" if code == -signal.SIGKILL else ""
+    return f"was killed by {signal.Signals(-code).name}{hint}"
+
+
+POLL_S = 0.05
+BEATS_S = 0.5
+FIRST_CAUSE_S = 0.3
+"""After a role failed, how long others are given to fail too, so that the first cause can be told from what followed."""
+
+
+class Supervisor:
+    """Drives `transition` for one run: starts roles, watches exits, heartbeats and stop requests, and acts.
+
+    `specs` gives a stage's processes, `stops` how often a stop was requested so far, `say` tells the user a line.
+    """
+
+    def __init__(
+        self,
+        run: RunDir,
+        executor: Executor,
+        limits: Limits,
+        specs: Callable[[Stage], Sequence[RoleSpec]],
+        *,
+        stops: Callable[[], int],
+        say: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.run, self.executor, self.limits, self.specs = run, executor, limits, specs
+        self.stops, self.say, self.clock = stops, say, clock
+        self._stops = 0
+        self._began = clock()
+        self._next_look = 0.0
+        self._seen: dict[str, float] = {}  # role to the time written in its status file
+
+    def supervise(self, stages: tuple[Stage, ...]) -> State:
+        """Run the stages to the end and return the last state; nothing of the run is running then.
+
+        The time of each stage and whether it is done go to the run's stages.json. OSError where a role cannot be started.
+        """
+        state, actions = begin(stages, self.limits, self.clock())
+        try:
+            while True:
+                for action in actions:
+                    self._do(action)
+                    if isinstance(action, Start):
+                        state, _ = transition(state, Began(self.clock()))
+                if state.over:
+                    break
+                time.sleep(POLL_S)
+                actions = []
+                for event in self._events(state):
+                    state, more = transition(state, event)
+                    actions += more
+        finally:
+            self.executor.kill()
+        if state.stages:
+            self.run.record_stage(state.stages[0].name, self.clock() - self._began, done=False)
+        return state
+
+    def _do(self, action: Action) -> None:
+        match action:
+            case Start(stage):
+                self._began = self.clock()
+                self._seen.clear()
+                self.run.forget_roles()
+                self.executor.start(self.specs(stage))
+            case Terminate(roles):
+                self.executor.signal(sorted(roles), signal.SIGTERM)
+            case Kill():
+                for left in self.executor.kill():
+                    self.say(f"{left} could not be ended")
+            case StageDone(stage):
+                self.run.record_stage(stage.name, self.clock() - self._began, done=True)
+
+    def _events(self, state: State) -> list[Event]:
+        """What happened since the last call; heartbeats come before the tick that judges them."""
+        events: list[Event] = []
+        if self.stops() > self._stops:
+            self._stops += 1
+            self.say("stop requested: saving (ask again to end at once)" if self._stops == 1 else "ending at once")
+            events.append(StopRequested(self.clock()))
+        ended = self.executor.poll()
+        if any(code not in (DONE, SAVED) for code in ended.values()) and state.phase != "saving":
+            time.sleep(FIRST_CAUSE_S)
+            ended |= self.executor.poll()
+        # Killed roles first, then services: a primary often fails because one of those has.
+        order = sorted(ended, key=lambda role: (ended[role] >= 0, role in state.stages[0].primaries))
+        events += [Exited(role, ended[role], self.clock()) for role in order]
+        now = self.clock()
+        if now >= self._next_look:
+            self._next_look = now + BEATS_S
+            for role in state.alive:
+                status = self.run.read_status(role)
+                if status is not None and status["t"] != self._seen.get(role):
+                    self._seen[role] = status["t"]
+                    events.append(Beat(role, status["phase"] != "starting", now))
+        return [*events, Tick(self.clock())]

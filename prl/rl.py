@@ -1,0 +1,177 @@
+"""`python -m prl.rl CONFIG [key=value …]`: a whole run, from warm start to report, under one supervisor."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Annotated
+
+import typer
+
+from prl.config.load import ConfigError, Problem, dump, load
+from prl.config.schema import RunConfig
+from prl.launch.local import LocalExecutor, RunBusy, RunLock, usable_cores
+from prl.launch.roles import limits_of, role_specs, stages_of
+from prl.launch.supervisor import CONFIG, DONE, FAILED, State, Supervisor
+from prl.monitor.console import Console
+from prl.transport.run_dir import RunDir
+
+TAIL_LINES = 20
+
+HELP = """Train a model by asynchronous reinforcement learning, as the configuration says; show how it goes.
+
+A run lives in the folder run.dir/run.name: configuration, metrics, checkpoints, logs and report. Ctrl-C saves and ends it,
+a second Ctrl-C ends it at once; both can be resumed. Exit codes: 0 done, 2 configuration, 75 saved and resumable, 1 failed.
+
+Examples:
+
+  python -m prl.rl configs/demo.yaml
+
+  python -m prl.rl configs/demo.yaml run.name=fast trainer.optim.lr=1e-4 --dry-run
+
+  python -m prl.rl --resume outputs/demo
+"""
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+class StopRequests:
+    """Counts SIGINT, SIGTERM and SIGHUP while it is open."""
+
+    count = 0
+
+    def _heard(self, number: int, frame: FrameType | None) -> None:
+        self.count += 1
+
+    def __enter__(self) -> StopRequests:
+        self._before = {n: signal.signal(n, self._heard) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def open_run(config: str | None, overrides: Sequence[str], resume: Path | None) -> tuple[RunDir, RunConfig]:
+    """The run's folder (not created yet) and its configuration; ConfigError says what is wrong and how to mend it."""
+    if resume is not None:
+        run = RunDir(resume)
+        if not run.config_path.is_file():
+            raise ConfigError(str(resume), [Problem("--resume", "not the folder of a run: no config.yaml in it")])
+        return run, load(run.config_path, overrides)
+    if config is None:
+        raise ConfigError("command line", [Problem("CONFIG", "missing: name a YAML file, or a run with --resume")])
+    loaded = load(config, overrides)
+    run = RunDir(loaded.run.dir / loaded.run.name)
+    if run.root.exists() and (not run.root.is_dir() or any(run.root.iterdir())):
+        mend = f"continue it with --resume {run.root}, choose another run.name, or remove it"
+        raise ConfigError(config, [Problem("run.name", f"{run.root} is there already; {mend}")])
+    return run, loaded
+
+
+def execute(run: RunDir, config: RunConfig, *, reopen: bool = False) -> State:
+    """Run every stage that is not finished, in a created folder. `reopen`: RL goes on though it was finished.
+
+    RunBusy where another supervisor has the run; OSError where a role cannot be started.
+    """
+    finished = {name for name, stage in run.stages().items() if stage["done"] and not (reopen and name != "sft")}
+    lock = RunLock(run)
+    try:
+        run.config_path.write_text(dump(config))
+        weights = run.weights_path(config.transport.weights)
+        executor = LocalExecutor(run, lock, keep_env=config.launch.pass_env, cleanup=[weights])
+        try:
+            with StopRequests() as stops, Console(run, config):
+                cores = usable_cores()
+                supervisor = Supervisor(
+                    run,
+                    executor,
+                    limits_of(config),
+                    lambda stage: role_specs(run, config, stage, cores),
+                    stops=lambda: stops.count,
+                    say=say,
+                )
+                return supervisor.supervise(stages_of(config, finished))
+        finally:
+            executor.close()
+    finally:
+        lock.release()
+
+
+def tell(run: RunDir, state: State) -> None:
+    """The end of the run in the user's words; for a finished one the report and the closing table."""
+    resume = f"continue with: python -m prl.rl --resume {run.root}"
+    if state.phase == "failed":
+        say(f"failed: {state.cause}")
+        log = run / "logs" / f"{state.culprit}.log"
+        if log.exists():
+            say(f"the last lines of {log}:")
+            for line in log.read_text(errors="replace").splitlines()[-TAIL_LINES:]:
+                say(f"  {line}")
+        say(resume)
+    elif state.code != DONE:
+        say(f"ended before the run was done: {state.cause}; {resume}")
+    else:
+        from rich.console import Console as Terminal
+
+        from prl.monitor.report import write_report
+        from prl.monitor.summary import table, write_summary
+
+        summary = write_summary(run)
+        report = write_report(run)
+        Terminal().print(table(summary))
+        print(f"report: {report}")
+
+
+@app.command(help=HELP)
+def command(
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="CONFIG [KEY=VALUE]…", help="YAML file, and values that replace its own.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved configuration and end.")] = False,
+    resume: Annotated[Path | None, typer.Option(metavar="RUN", help="Continue this run from its last checkpoint.")] = None,
+) -> None:
+    given = list(arguments or [])
+    config = given.pop(0) if given and resume is None else None
+    try:
+        run, resolved = open_run(config, given, resume)
+        if dry_run:
+            print(dump(resolved), end="")
+            return
+        try:
+            run.create()
+        except OSError as e:
+            raise ConfigError(str(run.root), [Problem("run.dir", f"cannot be written: {e}")]) from e
+    except ConfigError as e:
+        say(str(e))
+        raise typer.Exit(CONFIG) from None
+    metrics = run.metrics("supervisor")
+    metrics.log("event", name="start" if resume is None else "resume", overrides=given)
+    try:
+        state = execute(run, resolved, reopen=bool(given))
+    except (RunBusy, OSError) as e:
+        say(f"failed: {e}")
+        raise typer.Exit(FAILED) from None
+    metrics.log("event", name="end", code=state.code, cause=state.cause)
+    tell(run, state)
+    raise typer.Exit(state.code)
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Exit code 0 done, 2 configuration, 75 saved and resumable, 1 failed."""
+    try:
+        app(args=args, prog_name="python -m prl.rl")
+    except SystemExit as end:
+        return int(end.code or 0)
+    return DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())
