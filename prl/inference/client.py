@@ -9,11 +9,11 @@ import asyncio
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager, suppress
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 import orjson
@@ -21,6 +21,8 @@ import orjson
 from prl.inference.api import EngineError, GenerateRequest, Generation
 from prl.inference.wire import read_choice, write_request
 from prl.transport.run_dir import RunDir
+
+T = TypeVar("T")
 
 SESSIONS = 65536
 """Sessions remembered at once; the longest unused is forgotten, and its rollout would get a new salt."""
@@ -114,13 +116,41 @@ class Client:
 
     async def generate(self, request: GenerateRequest) -> Generation:
         """The whole completion. Raises EngineError naming replica, route and what came."""
-        parts = [part async for part in self._parts(request, stream=False)]
-        return parts[0]
+
+        async def attempt(replica: Replica, body: bytes, deadline: float) -> Generation:
+            raw = await self._fetch(replica, "POST", GENERATE, deadline, body)
+            return self._read(raw, request, replica, 0)
+
+        t0 = self._clock()
+        generation = await self._on_some_replica(request, attempt, stream=False)
+        generation.timings["total_s"] = self._clock() - t0
+        return generation
 
     async def stream(self, request: GenerateRequest) -> AsyncIterator[Generation]:
         """Parts of a completion as they come; the last has a finish_reason, the routes, and the versions of the whole."""
-        async for part in self._parts(request, stream=True):
+
+        async def attempt(replica: Replica, body: bytes, deadline: float) -> tuple[Replica, Any, Generation]:
+            chunks = self._chunks(replica, body, deadline)
+            return replica, chunks, self._read(await anext(chunks), request, replica, 0)
+
+        replica, chunks, part = await self._on_some_replica(request, attempt, stream=True)
+        self._in_flight[replica] += 1
+        total = 0
+        try:
+            while not part.finish_reason:
+                total += len(part.tokens)
+                yield part
+                if (raw := await anext(chunks, None)) is None:
+                    raise EngineError(f"{replica.name} ({replica.url}{GENERATE}): [DONE] without a finish_reason")
+                part = self._read(raw, request, replica, total)
+            with suppress(_Dead):  # all has come; to read on to the end keeps the connection
+                await anext(chunks, None)
             yield part
+        except _Dead as e:
+            raise EngineError(f"after {total} tokens: {e}") from e
+        finally:
+            self._in_flight[replica] -= 1
+            await chunks.aclose()
 
     async def salt(self, session: str) -> str:
         """The prefix-cache salt that this session's requests carry: a rollout's for life, unless it has to move."""
@@ -130,29 +160,24 @@ class Client:
         """The rollout is over."""
         self._sessions.pop(session, None)
 
-    async def _parts(self, request: GenerateRequest, *, stream: bool) -> AsyncIterator[Generation]:
+    async def _on_some_replica(
+        self, request: GenerateRequest, attempt: Callable[[Replica, bytes, float], Awaitable[T]], *, stream: bool
+    ) -> T:
         """Try one replica after the other until one answers; what failed before is named in the error."""
-        t0 = self._clock()
+        deadline = self._clock() + self._timeout_s
         failures: list[str] = []
         base = request.request_id or secrets.token_hex(8)
         while len(failures) < self._attempts:
-            replica, salt = await self._place(request.session, t0 + self._timeout_s)
+            replica, salt = await self._place(request.session, deadline)
             # An attempt has an id of its own: the replica may not have noticed yet that the one before is gone.
             request_id = f"{base}~{len(failures)}" if failures else base
-            sent = replace(request, request_id=request_id, cache_salt=request.cache_salt or salt)
+            body = write_request(request, request_id=request_id, cache_salt=request.cache_salt or salt, stream=stream)
             self._in_flight[replica] = self._in_flight.get(replica, 0) + 1
             self._runs_at[base] = (replica, request_id)
-            started = False
             try:
-                async for part in self._attempt(replica, sent, stream, t0 + self._timeout_s):
-                    started = True
-                    part.timings["total_s"] = self._clock() - t0
-                    yield part
-                return
+                return await attempt(replica, body, deadline)
             except _Dead as e:
                 failures.append(str(e))
-                if started:
-                    break
                 self.retries += 1
                 self._avoid_until[replica] = self._clock() + BACKOFF_S
             finally:
@@ -160,28 +185,9 @@ class Client:
                 self._runs_at.pop(base, None)
         raise EngineError(f"request {base!r} failed after {len(failures)} attempts: " + "; ".join(failures))
 
-    async def _attempt(
-        self, replica: Replica, request: GenerateRequest, stream: bool, deadline: float
-    ) -> AsyncIterator[Generation]:
-        where = f"{replica.name} ({replica.url}{GENERATE})"
-        total = 0
-        async with self._call(replica, "POST", GENERATE, deadline, write_request(request, stream=stream)) as response:
-            if not stream:
-                yield self._read(await response.read(), request, replica, where, 0)
-                return
-            buffer = b""
-            async for data in response.content.iter_any():
-                *chunks, buffer = (buffer + data).split(b"\n\n")
-                for chunk in chunks:
-                    if chunk == b"data: [DONE]":
-                        return
-                    part = self._read(chunk.removeprefix(b"data: "), request, replica, where, total)
-                    total += len(part.tokens)
-                    yield part
-        raise _Dead(f"{where}: the stream ended after {total} tokens without [DONE]")
-
-    def _read(self, raw: bytes, request: GenerateRequest, replica: Replica, where: str, before: int) -> Generation:
+    def _read(self, raw: bytes, request: GenerateRequest, replica: Replica, before: int) -> Generation:
         """Decode and check one answer or chunk; `before` tokens of the completion came in earlier chunks."""
+        where = f"{replica.name} ({replica.url}{GENERATE})"
         try:
             body = orjson.loads(raw)
             if "error" in body:
@@ -204,26 +210,59 @@ class Client:
                 self._confirmed[replica] = max(self._confirmed.get(replica, -1), int(part.versions[-1]))
         return part
 
-    @asynccontextmanager
-    async def _call(
-        self, replica: Replica, method: str, path: str, deadline: float, body: bytes | None = None
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """A response of status 200. _Dead where the replica is gone or going, EngineError for every other answer."""
+    async def _fetch(self, replica: Replica, method: str, path: str, deadline: float, body: bytes | None = None) -> bytes:
+        """The body of an answer of status 200. _Dead where the replica is gone or going, else EngineError."""
+        with self._named_errors(replica, path):
+            async with self._request(replica, method, path, deadline, body) as response:
+                raw = await response.read()
+                self._check_status(response.status, raw)
+                return raw
+
+    async def _chunks(self, replica: Replica, body: bytes, deadline: float) -> AsyncGenerator[bytes]:
+        """The data of each server-sent event, up to [DONE]. Raises as `_fetch` does."""
+        with self._named_errors(replica, GENERATE):
+            async with self._request(replica, "POST", GENERATE, deadline, body) as response:
+                if response.status != 200:
+                    self._check_status(response.status, await response.read())
+                buffer, done = b"", False
+                async for data in response.content.iter_any():
+                    *events, buffer = (buffer + data).split(b"\n\n")
+                    for event in events:
+                        if event == b"data: [DONE]":
+                            done = True
+                        else:
+                            yield event.removeprefix(b"data: ")
+                if not done:
+                    raise _Dead("the stream ended without [DONE]")
+
+    def _request(
+        self, replica: Replica, method: str, path: str, deadline: float, body: bytes | None
+    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
         if self._http is None:
             raise RuntimeError("Client: use it as `async with Client(...) as client`")
-        where = f"{replica.name} ({replica.url}{path})"
         timeout = aiohttp.ClientTimeout(total=max(deadline - self._clock(), 0.001), sock_connect=CONNECT_S)
+        return self._http.request(method, replica.url + path, data=body, timeout=timeout)
+
+    @staticmethod
+    def _check_status(status: int, raw: bytes) -> None:
+        if status == 503:
+            raise _Dead(f"503 {raw[:300]!r}")
+        if status != 200:
+            raise EngineError(f"{status} {raw[:300]!r}, expected 200")
+
+    @contextmanager
+    def _named_errors(self, replica: Replica, path: str) -> Iterator[None]:
+        where = f"{replica.name} ({replica.url}{path})"
         try:
-            async with self._http.request(method, replica.url + path, data=body, timeout=timeout) as response:
-                if response.status == 503:
-                    raise _Dead(f"{where}: 503 {(await response.text())[:300]}")
-                if response.status != 200:
-                    raise EngineError(f"{where}: {response.status} {(await response.text())[:300]}, expected 200")
-                yield response
+            yield
+        except (_Dead, EngineError) as e:
+            raise type(e)(f"{where}: {e}") from e.__cause__
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as e:  # a connection timeout is one of these
             raise _Dead(f"{where}: {type(e).__name__}: {e}") from e
         except TimeoutError as e:
-            raise EngineError(f"{where}: no answer within {self._timeout_s:g} s") from e
+            raise EngineError(
+                f"{where}: no answer by the deadline of the call (the client's timeout is {self._timeout_s:g} s)"
+            ) from e
 
     async def _place(self, session: str, deadline: float) -> tuple[Replica, str]:
         """The replica and the salt of a session. A new one goes where least is in flight."""
@@ -266,8 +305,7 @@ class Client:
         return dict(v for v in await asyncio.gather(*map(one, self._addresses())) if v is not None)
 
     async def _version(self, replica: Replica, deadline: float) -> int:
-        async with self._call(replica, "GET", "/weight_info", deadline) as response:
-            version = int((await response.json())["weight_version"])
+        version = int(orjson.loads(await self._fetch(replica, "GET", "/weight_info", deadline))["weight_version"])
         self._confirmed[replica] = max(self._confirmed.get(replica, -1), version)
         return version
 
@@ -301,8 +339,7 @@ class Client:
     async def metrics(self, replica: Replica | str) -> dict[str, float]:
         """running, waiting, kv_use, tokens_prompt, tokens_generated, prefix_queries, prefix_hits."""
         try:
-            async with self._call(self._find(replica), "GET", "/metrics", self._clock() + CONTROL_S) as response:
-                text = await response.text()
+            text = (await self._fetch(self._find(replica), "GET", "/metrics", self._clock() + CONTROL_S)).decode()
         except _Dead as e:
             raise EngineError(str(e)) from e
         out: dict[str, float] = {}
@@ -317,8 +354,7 @@ class Client:
     ) -> dict[str, Any]:
         raw = orjson.dumps(body) if body is not None else None
         try:
-            async with self._call(self._find(replica), "POST", path, self._clock() + timeout_s, raw) as response:
-                return orjson.loads(await response.read())
+            return orjson.loads(await self._fetch(self._find(replica), "POST", path, self._clock() + timeout_s, raw))
         except _Dead as e:
             raise EngineError(str(e)) from e
 

@@ -30,6 +30,7 @@ from prl.config.schema import RunConfig
 from prl.inference.api import GenerateRequest
 from prl.inference.engine import Engine, Event, RequestError, no_generation
 from prl.inference.wire import FieldError, decode, read_request, write_choice
+from prl.models.base import Model
 from prl.models.registry import build
 from prl.models.spec import read_spec
 from prl.monitor.metrics import Metrics
@@ -475,10 +476,26 @@ def main(run: RunDir, config: RunConfig, index: int, stop: threading.Event) -> i
             if stop.wait(config.transport.poll_s):
                 return 0
     manifest, tensors = found
+    engine = engine_of(build(spec, dtype=getattr(torch, config.inference.dtype)), config, name)
+    engine.load_weights(manifest.version, tensors)
+    server = Server(
+        engine,
+        run.secret,
+        stream_interval=config.inference.stream_interval,
+        store=store,
+        poll_s=config.transport.poll_s,
+        metrics=metrics,
+    )
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_serve(server, run, name, status, metrics, stop))
+
+
+def engine_of(model: Model, config: RunConfig, name: str) -> Engine:
+    """The engine as configured. In deterministic mode no request reads what another one left in the cache."""
     c = config.inference
-    engine = Engine(
-        build(spec, dtype=getattr(torch, c.dtype)),
-        spec,
+    return Engine(
+        model,
+        model.spec,
         max_batch=c.max_batch,
         max_prefill_tokens=c.max_prefill_tokens,
         kv_tokens=c.kv_tokens,
@@ -488,12 +505,6 @@ def main(run: RunDir, config: RunConfig, index: int, stop: threading.Event) -> i
         selection_bytes=c.selection_bytes,
         name=name,
     )
-    engine.load_weights(manifest.version, tensors)
-    server = Server(
-        engine, run.secret, stream_interval=c.stream_interval, store=store, poll_s=config.transport.poll_s, metrics=metrics
-    )
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_serve(server, run, name, status, metrics, stop))
 
 
 async def _serve(server: Server, run: RunDir, name: str, status: Status, metrics: Metrics, stop: threading.Event) -> int:

@@ -1,0 +1,124 @@
+"""`python -m prl.serve`: one engine, answering over HTTP until it is stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from prl.config.load import ConfigError, load
+from prl.config.schema import Model, RunConfig
+from prl.models.spec import SpecError
+from prl.transport.run_dir import RunDir
+
+HELP = """Serve a model over HTTP with vLLM's routes, until Ctrl-C.
+
+SOURCE is a model folder (config.json, safetensors) or a configuration file, whose `inference` section then counts. The address
+is printed, and the file with the secret that every request but /health must carry as `Authorization: Bearer <secret>`.
+
+Examples:
+
+  python -m prl.serve outputs/run/sft/model --port 8000
+
+  python -m prl.serve configs/demo.yaml inference.max_batch=32
+
+  curl -H "Authorization: Bearer $(cat outputs/serve/secret)" 127.0.0.1:8000/inference/v1/generate -d '{"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 8, "seed": 0, "logprobs": 0}}'
+"""  # noqa: E501
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
+
+
+@app.command(help=HELP)
+def command(
+    source: Annotated[Path, typer.Argument(help="Model folder or configuration file.", metavar="CONFIG|MODEL_DIR")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value, as in every command.")] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 0,
+    folder: Annotated[Path, typer.Option(help="Where the file `secret` is or is made.")] = Path("outputs/serve"),
+) -> None:
+    try:
+        config = _config(source, overrides or [])
+        raise typer.Exit(_serve(config, host, port, RunDir(folder)))
+    except (ConfigError, SpecError, FileNotFoundError, PermissionError) as e:
+        print(f"error: {e}", file=sys.stderr)
+        raise typer.Exit(2) from None
+
+
+def _config(source: Path, overrides: Sequence[str]) -> RunConfig:
+    if source.is_dir():
+        if overrides:
+            raise FileNotFoundError(f"{source} is a model folder; overrides ({overrides[0]}) need a configuration file")
+        return RunConfig(model=Model(path=source))
+    return load(source, overrides)
+
+
+def _serve(config: RunConfig, host: str, port: int, run: RunDir) -> int:
+    """The exit code; OSError where the port is taken ends with 1 and says so."""
+    if config.inference.engine == "vllm":
+        missing = "" if find_spec("vllm") else " and vLLM is not installed"
+        print(
+            f"error: inference.engine: vllm is not served by this command yet{missing}; "
+            "use `vllm serve`, or inference.engine=embedded",
+            file=sys.stderr,
+        )
+        return 2
+    import torch
+    import uvloop
+
+    from prl.inference.server import Server, engine_of, start_of
+    from prl.models.convert import WeightError
+    from prl.models.hf import load_hf
+    from prl.models.registry import build, init_weights
+    from prl.models.spec import read_spec
+
+    start = start_of(RunDir(config.run.dir / config.run.name), config)
+    dtype = getattr(torch, config.inference.dtype)
+    try:
+        if isinstance(start, Path):
+            model = load_hf(start, dtype=dtype)
+        else:
+            model = build(read_spec(start), dtype=dtype)
+            init_weights(model, config.run.seed)
+    except WeightError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 2
+    run.create()
+    server = Server(engine_of(model, config, "prl.serve"), run.secret, stream_interval=config.inference.stream_interval)
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+
+    async def serve() -> int:
+        try:
+            bound = await server.start(host, port)
+        except OSError as e:
+            print(f"error: cannot listen on {host}:{port}: {e.strerror}; choose another --port, or 0 for any", file=sys.stderr)
+            return 1
+        print(f"http://{host}:{bound}  secret: {run.secret_path}", flush=True)
+        while not stop.is_set() and server.failure is None:
+            await asyncio.sleep(0.1)
+        await server.close()
+        return 0 if server.failure is None else 1
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(serve())
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Exit code 0 when stopped, 2 for a wrong command line, configuration or model, 1 when it could not listen or failed."""
+    try:
+        app(args=args, prog_name="python -m prl.serve")
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
