@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -84,7 +85,7 @@ class History:
         self.events: deque[Record] = deque(maxlen=1000)
         self.engines: dict[str, Record] = {}
         self.waited: dict[str, Counter[str]] = defaultdict(Counter)
-        """Seconds by role and by what it waited for."""
+        """Seconds by role and by what it waited for, numbers in it left out."""
         self.first_t: float | None = None
         self.last_t: float | None = None
         for record in records:
@@ -113,7 +114,7 @@ class History:
         elif kind == "span" and isinstance(r.get("t0"), int | float) and isinstance(r.get("t1"), int | float):
             self.spans.append(r)
             if r.get("name") == "wait":
-                self.waited[role][str(r.get("what") or "something")] += r["t1"] - r["t0"]
+                self.waited[role][re.sub(r"\d+", "n", str(r.get("what") or "something"))] += r["t1"] - r["t0"]
         elif kind == "event":
             self.events.append(r)
             if r.get("name") == "resume" and isinstance(step, int):
