@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from prl.config.schema import RunConfig
-from prl.monitor.history import History, Record, RunFolder, Tail, statuses
+from prl.monitor.history import LEADERS, History, Record, RunFolder, Tail, statuses
 from prl.monitor.summary import duration, mean, shown
 
 log = logging.getLogger(__name__)
@@ -51,11 +51,10 @@ class View:
     def update(self) -> None:
         for record in self._tail.read():
             self.history.add(record)
-            name = record.get("role", "")
-            for stage, leader in (("sft", "sft"), ("rl", "trainer"), ("control", "control")):
-                if record.get("kind") == "step" and name == leader:
-                    self.stage = stage
         self.roles = statuses(self.run)
+        signs = {role: s.get("t", 0.0) for role, s in self.roles.items() if role in LEADERS}
+        if signs:
+            self.stage = LEADERS[max(signs, key=lambda role: signs[role])]
 
     @property
     def _leader(self) -> str:

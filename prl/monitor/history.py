@@ -65,10 +65,13 @@ def statuses(run: RunFolder) -> dict[str, Record]:
     return found
 
 
+LEADERS = {"sft": "sft", "trainer": "rl", "control": "control", "evaluate": "control"}
+"""The role whose signs tell that a stage is under way. What "evaluate" measures is the control's model."""
+
+
 def stage_of(record: Record) -> str:
-    """sft, rl or control: what the record says, or its role tells."""
-    role = str(record.get("role", ""))
-    return str(record.get("stage") or next((s for s in ("sft", "control") if role.startswith(s)), "rl"))
+    """sft, rl or control, by the record's role."""
+    return LEADERS.get(str(record.get("role", "")).partition("-")[0], "rl")
 
 
 class History:
