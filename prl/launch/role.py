@@ -23,8 +23,8 @@ MAINS = {
     "trainer": "prl.trainer.train:main",
     "orchestrator": "prl.orchestrator.main:main",
     "inference": "prl.inference.server:main",
-    "sft": "prl.trainer.sft:main",
-    "control": "prl.trainer.sft:control",
+    "sft": "prl.orchestrator.sft:main",
+    "control": "prl.orchestrator.sft:control",
     "evaluate": "prl.evaluate:control",
 }
 """Role to `main(run, config, index, stop) -> exit code`; imported only in the role's own process."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import resource
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -259,10 +259,10 @@ def route_counts(mb: MicroBatch, *, replayed: bool) -> dict[str, float]:
 
 
 class Stepper:
-    """Runs optimizer steps on a state. `total` steps shape the schedule."""
+    """Runs optimizer steps on a state. `total` steps shape the schedule; `beat` is called after every micro-batch."""
 
-    def __init__(self, state: TrainState, config: TrainerConfig, total: int):
-        self.state, self.config, self.total = state, config, total
+    def __init__(self, state: TrainState, config: TrainerConfig, total: int, *, beat: Callable[[], None] = lambda: None):
+        self.state, self.config, self.total, self.beat = state, config, total, beat
         self.function = losses.resolve(config.loss.kind)
 
     def __call__(self, batch: Batch) -> StepReport:
@@ -278,6 +278,7 @@ class Stepper:
             seen.add(mb, x, loss, logprobs_N, entropy_N)
             seen.add_counts(counts_LE)
             seen.add_loss_metrics(loss_metrics)
+            self.beat()
         sums = seen.reduce(mesh)
         t1 = time.perf_counter()
         grads = [p.grad for p in state.params.values() if p.grad is not None]

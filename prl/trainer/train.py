@@ -67,7 +67,7 @@ class Trainer:
         self.ledger = Ledger(run / "ledger.jsonl") if mesh.main else None
         status.set(phase="loading")
         self.state = self._open()
-        self.stepper = Stepper(self.state, config.trainer, config.trainer.steps)
+        self.stepper = Stepper(self.state, config.trainer, config.trainer.steps, beat=status.beat)
         self.guard = Guard(run / "nonfinite", config.trainer.max_nonfinite)
         self.orchestrator: bytes | None = None
         """The orchestrator's half of a checkpoint of `state.step`."""
