@@ -9,7 +9,7 @@ import json
 import logging
 import os
 import shutil
-import tempfile
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -109,7 +109,7 @@ def save_hf(
     tokenizer_from: Path | None = None,
     shard_bytes: int = 5 << 30,
 ) -> Path:
-    """Write a Hugging Face folder from the model's tensors, in their types; at most about `shard_bytes` are held at once.
+    """Write a Hugging Face folder from the model's tensors, in their types; held are the tensor at hand and `shard_bytes`.
 
     The folder appears whole, by one rename, and replaces one that is there; after a crash a `.tmp-…` folder may stay beside
     it. Tokenizer files are copied from `tokenizer_from` (a folder or a tokenizer.json). Raises ValueError for tensors that
@@ -117,9 +117,9 @@ def save_hf(
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f"{path.name}.tmp-", dir=path.parent))
+    temporary = path.with_name(f"{path.name}.tmp-{uuid.uuid4().hex}")
+    temporary.mkdir()
     try:
-        temporary.chmod(0o777 & ~_umask())
         dtypes = _write_shards(temporary, spec, tensors, shard_bytes)
         _copy_tokenizer(tokenizer_from, temporary)
         (temporary / "config.json").write_text(json.dumps(_config_of(spec, dtypes), indent=2) + "\n")
@@ -213,12 +213,6 @@ def _fsync(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _open_folder(folder: Path, stack: ExitStack) -> dict[str, Stored]:

@@ -93,6 +93,23 @@ TINY = {
         "first_k_dense_replace": 1,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
     },
+    "glm_moe_dsa": _TINY
+    | _TINY_MOE
+    | {
+        "num_key_value_heads": 4,
+        "n_routed_experts": 8,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 32,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 24,
+        "index_topk": 16,
+        "index_head_dim": 32,
+        "index_n_heads": 8,
+        "indexer_types": ["full", "full", "shared"],
+        "initializer_range": 0.1,
+    },
     "glm4_moe-qk_norm": _TINY | _TINY_MOE | {"n_routed_experts": 8, "head_dim": 32, "use_qk_norm": True},
 }
 """Keyword arguments of transformers' configuration classes; what stands before the dash is the architecture."""

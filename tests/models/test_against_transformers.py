@@ -11,10 +11,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from prl.layers.layout import PackedLayout
 from prl.models.base import ForwardInput
 from prl.models.hf import load_hf, save_hf
+from prl.models.spec import ARCHITECTURES
 from tests.models.configs import TINY
 
 transformers = pytest.importorskip("transformers")
-CLASSES = {"llama": "Llama", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe", "glm4_moe": "Glm4Moe"}
+CLASSES = {a: c.removesuffix("ForCausalLM") for c, a in ARCHITECTURES.items()}
 LENGTHS = [50, 33, 70, 1, 2]
 
 
