@@ -1,0 +1,315 @@
+"""The command, supervisor and executor with real processes: however a run ends, it ends soon, says why, and leaves nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from prl.launch import guard
+from prl.launch.local import RunBusy, RunLock, role_environment
+from prl.transport.run_dir import RunDir
+
+FAKES = Path(__file__).with_name("fakes.py")
+ROOT = FAKES.parents[2]
+CONFIG = ROOT / "configs" / "demo.yaml"
+SHORT = ("sft=null", "control=null", "monitor.console=off", "launch.stop_timeout_s=4", "launch.heartbeat_timeout_s=20")
+
+
+class Started:
+    """`prl.rl` with fake roles as a process of its own."""
+
+    def __init__(self, folder: Path, *arguments: str, roles: dict[str, str]):
+        self.run = RunDir(folder / "run")
+        self.marker = f"{os.getpid()}{time.monotonic_ns()}"
+        env = {**os.environ, "PYTHONPATH": str(ROOT), "PRL_FAKE_MARKER": self.marker, "HF_TOKEN": "hf_secret"}
+        env |= {f"PRL_FAKE_{role.upper()}": what for role, what in roles.items()}
+        given = arguments or (str(CONFIG), f"run.dir={folder}", "run.name=run", *SHORT)
+        self.process = subprocess.Popen(
+            [sys.executable, str(FAKES), *given], env=env, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.errors = ""
+
+    def running(self) -> None:
+        """Wait until every role of the RL stage has said that it runs."""
+        for role in ("trainer", "orchestrator", "inference-0"):
+            self.until(lambda role=role: (s := self.run.read_status(role)) is not None and s["phase"] == "running")
+
+    def until(self, condition: object) -> None:
+        deadline = time.monotonic() + 20
+        while not condition():  # type: ignore[operator]
+            assert self.process.poll() is None and time.monotonic() < deadline, self.process.communicate()
+            time.sleep(0.02)
+
+    def end(self) -> int:
+        _, self.errors = self.process.communicate(timeout=30)
+        return self.process.returncode
+
+    def sleepers(self) -> list[str]:
+        found = []
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            try:
+                if f".{self.marker}".encode() in path.read_bytes():
+                    found.append(path.read_text())
+            except OSError:
+                continue
+        return found
+
+    def assert_nothing_left(self) -> None:
+        assert guard.strays(self.run.id) == []
+        assert self.sleepers() == []
+        assert not self.run.weights_path("shared_memory").exists()
+        assert not (Path(os.environ.get("TMPDIR", "/tmp")) / f"prl-{self.run.id}").exists()
+        for path in (self.run / "rendezvous").iterdir():
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(("127.0.0.1", json.loads(path.read_text())["port"]))
+        RunLock(self.run, wait_s=0).release()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[object]:
+    started: list[Started] = []
+
+    def go(*arguments: str, **roles: str) -> Started:
+        started.append(Started(tmp_path, *arguments, roles=roles))
+        return started[-1]
+
+    yield go
+    for s in started:
+        if s.process.poll() is None:
+            s.process.kill()
+
+
+def spent(since: float) -> float:
+    return time.monotonic() - since
+
+
+def test_a_finished_stage_ends_its_services_and_is_not_run_again(start, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    s = start(trainer="finish", orchestrator="finish")
+    assert s.end() == 0, s.errors
+    s.assert_nothing_left()
+    assert s.run.stages()["rl"]["done"] and s.run.stages()["rl"]["wall_s"] > 0.4
+    assert (s.run / "summary.json").exists() and (s.run / "report.html").exists()
+    again = start("--resume", str(s.run.root), trainer="crash")
+    assert again.end() == 0  # nothing is left to run
+    more = start("--resume", str(s.run.root), "trainer.steps=500", trainer="crash")
+    assert more.end() == 1  # with more steps there is
+    assert "steps: 500" in s.run.config_path.read_text()
+
+
+@pytest.mark.parametrize("role", ["trainer", "orchestrator", "inference_0"])
+@pytest.mark.parametrize("how", ["crash", "killed"])
+def test_a_crashed_role_ends_the_run_at_once_with_its_last_lines(start, role: str, how: str) -> None:  # type: ignore[no-untyped-def]
+    s = start(**{role: how})
+    s.running()
+    t0 = time.monotonic()
+    assert s.end() == 1
+    assert spent(t0) < 5
+    name = role.replace("_", "-")
+    if how == "crash":
+        assert f"{name} ended with exit code 3" in s.errors and "  the reason of the crash" in s.errors
+    else:
+        assert f"{name} was killed by SIGKILL" in s.errors
+    assert f"--resume {s.run.root}" in s.errors
+    s.assert_nothing_left()
+
+
+def test_the_first_cause_is_named_although_its_victims_end_first(start) -> None:  # type: ignore[no-untyped-def]
+    s = start(inference_0="crash-first", orchestrator="victim")
+    assert s.end() == 1
+    assert "failed: stage rl: inference-0 was killed by SIGKILL" in s.errors
+
+
+def test_a_configuration_error_of_a_role_is_one_of_the_run(start) -> None:  # type: ignore[no-untyped-def]
+    s = start(trainer="misconfigured")
+    assert s.end() == 2
+    assert "model.path: no such file" in s.errors
+
+
+def test_a_primary_that_saves_ends_the_run_as_saved(start) -> None:  # type: ignore[no-untyped-def]
+    s = start(orchestrator="save")
+    assert s.end() == 75
+    assert (s.run / "saved-trainer").exists()  # the other one was asked to save too
+    assert not s.run.stages()["rl"]["done"]
+    s.assert_nothing_left()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_stop_request_saves_and_can_be_resumed(start, number: int) -> None:  # type: ignore[no-untyped-def]
+    s = start()
+    s.running()
+    t0 = time.monotonic()
+    s.process.send_signal(number)
+    assert s.end() == 75
+    assert spent(t0) < 3
+    assert (s.run / "saved-trainer").exists() and (s.run / "saved-orchestrator").exists()
+    assert f"--resume {s.run.root}" in s.errors
+    s.assert_nothing_left()
+    assert start("--resume", str(s.run.root), trainer="finish", orchestrator="finish").end() == 0
+
+
+def test_a_role_that_does_not_save_in_time_is_killed(start) -> None:  # type: ignore[no-untyped-def]
+    s = start(trainer="slow-save", inference_0="deaf")
+    s.running()
+    t0 = time.monotonic()
+    s.process.send_signal(signal.SIGINT)
+    assert s.end() == 75
+    assert 3.5 < spent(t0) < 7
+    assert "trainer did not save within 4 s" in s.errors
+    s.assert_nothing_left()
+
+
+def test_a_second_request_kills_at_once(start) -> None:  # type: ignore[no-untyped-def]
+    s = start(trainer="slow-save", orchestrator="deaf")
+    s.running()
+    s.process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    t0 = time.monotonic()
+    s.process.send_signal(signal.SIGINT)
+    assert s.end() == 75
+    assert spent(t0) < 2
+    s.assert_nothing_left()
+
+
+def test_a_stop_during_the_start_ends_too(start) -> None:  # type: ignore[no-untyped-def]
+    s = start(trainer="silent")
+    s.until(lambda: s.run.root.exists() and (s.run / "logs" / "trainer.log").exists())
+    s.process.send_signal(signal.SIGTERM)
+    assert s.end() == 75
+    s.assert_nothing_left()
+
+
+def test_a_hung_role_is_named(start, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    options = (str(CONFIG), f"run.dir={tmp_path}", "run.name=run", *SHORT, "launch.heartbeat_timeout_s=1.5")
+    s = start(*options, orchestrator="hang")
+    assert s.end() == 1
+    assert "orchestrator hangs: no sign of life for" in s.errors
+    s.assert_nothing_left()
+
+
+@pytest.mark.parametrize("what", ["silent", "unready"])
+def test_a_role_that_never_gets_ready_is_named(start, tmp_path: Path, what: str) -> None:  # type: ignore[no-untyped-def]
+    s = start(str(CONFIG), f"run.dir={tmp_path}", "run.name=run", *SHORT, "launch.start_timeout_s=2.5", inference_0=what)
+    assert s.end() == 1
+    assert "inference-0 did not start within 2.5 s" in s.errors
+    s.assert_nothing_left()
+
+
+def test_descendants_in_sessions_of_their_own_go_too(start) -> None:  # type: ignore[no-untyped-def]
+    s = start(trainer="family")
+    s.until(lambda: len(s.sleepers()) == 3)
+    assert s.end() == 1
+    s.assert_nothing_left()
+
+
+@pytest.mark.parametrize("pdeathsig", [True, False])
+def test_kill_9_of_the_supervisor_takes_everything_with_it(  # type: ignore[no-untyped-def]
+    start, monkeypatch: pytest.MonkeyPatch, pdeathsig: bool
+) -> None:
+    """By the kernel's parent death signal, and, where a role has not asked for that, by the guard."""
+    if not pdeathsig:
+        monkeypatch.setenv("PRL_FAKE_NO_PDEATHSIG", "1")
+    s = start(inference_0="deaf")
+    s.running()
+    shared = s.run.weights_path("shared_memory")
+    shared.mkdir()
+    s.process.kill()
+    s.process.wait()
+    deadline = time.monotonic() + 5
+    while (shared.exists() or guard.strays(s.run.id)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    s.process.communicate()
+    s.assert_nothing_left()
+    resumed = start("--resume", str(s.run.root), trainer="finish", orchestrator="finish")
+    assert resumed.end() == 0, resumed.errors
+
+
+def test_a_resume_right_after_a_kill_waits_for_the_clean_up(start) -> None:  # type: ignore[no-untyped-def]
+    """The guard of the dead supervisor must not take the new one's roles for the old one's."""
+    s = start(inference_0="deaf")
+    s.running()
+    s.process.kill()
+    resumed = start("--resume", str(s.run.root), trainer="finish", orchestrator="finish")
+    assert resumed.end() == 0, resumed.errors
+    s.process.communicate()
+    resumed.assert_nothing_left()
+
+
+def test_a_killed_guard_ends_the_run(start) -> None:  # type: ignore[no-untyped-def]
+    s = start()
+    s.running()
+    guards = [
+        int(p.parent.name) for p in Path("/proc").glob("[0-9]*/cmdline") if (guard.__file__ + "\0" + s.run.id) in _text(p)
+    ]
+    assert len(guards) == 1
+    os.kill(guards[0], signal.SIGKILL)
+    assert s.end() == 1
+    assert "guard was killed by SIGKILL" in s.errors
+    s.assert_nothing_left()
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def test_two_supervisors_cannot_run_one_run(start) -> None:  # type: ignore[no-untyped-def]
+    s = start()
+    s.running()
+    second = start("--resume", str(s.run.root))
+    assert second.end() == 1
+    assert f"process {s.process.pid} runs this run" in second.errors
+    assert s.process.poll() is None
+    s.process.send_signal(signal.SIGTERM)
+    assert s.end() == 75
+
+
+def test_a_lock_is_never_stale(tmp_path: Path) -> None:
+    run = RunDir(tmp_path).create()
+    (run / "lock").write_text("99999")
+    lock = RunLock(run, wait_s=0)
+    with pytest.raises(RunBusy, match=f"process {os.getpid()} runs this run"):
+        RunLock(run, wait_s=0.1)
+    lock.release()
+    RunLock(run, wait_s=0).release()
+
+
+def test_roles_get_no_tokens_and_the_threads_they_are_given() -> None:
+    base = {"PATH": "/bin", "HF_TOKEN": "x", "AWS_SECRET_ACCESS_KEY": "x", "LC_ALL": "C", "MINE": "1", "OMP_NUM_THREADS": "64"}
+    env = role_environment(base, ["MINE"], 3)
+    assert env["PATH"] == "/bin" and env["LC_ALL"] == "C" and env["MINE"] == "1" and env["OMP_NUM_THREADS"] == "3"
+    assert not {"HF_TOKEN", "AWS_SECRET_ACCESS_KEY"} & env.keys()
+
+
+def test_the_command_line(start, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([sys.executable, "-m", *arguments], capture_output=True, text=True, cwd=ROOT)
+
+    dry = command("prl.rl", str(CONFIG), f"run.dir={tmp_path}", "trainer.steps=7", "--dry-run")
+    assert dry.returncode == 0 and "steps: 7" in dry.stdout and not list(tmp_path.iterdir())
+    none = command("prl.cli", "rl")  # the console command hands on arguments and exit code
+    assert none.returncode == 2 and "name a YAML file" in none.stderr
+    assert "Commands:" in command("prl.cli", "--help").stdout
+    for arguments, words in (
+        ([str(CONFIG), "trainer.stepz=7"], "did you mean trainer.steps"),
+        (["nowhere.yaml"], "no such file"),
+        (["--resume", str(tmp_path)], "no config.yaml in it"),
+        ([str(CONFIG), "run.dir=/proc/none"], "cannot be written"),
+    ):
+        s = start(*arguments)
+        assert s.end() == 2 and words in s.errors, (arguments, s.errors)
+    taken = tmp_path / "run"
+    taken.mkdir()
+    (taken / "file").touch()
+    s = start()
+    assert s.end() == 2 and f"--resume {taken}" in s.errors
