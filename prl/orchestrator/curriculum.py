@@ -72,7 +72,9 @@ class Uniform:
 
     def load(self, state: State) -> None:
         if len(state["positions"]) != len(self.sizes):
-            raise ValueError(f"curriculum: state of {len(state['positions'])} environments, the configuration has {len(self.sizes)}")
+            raise ValueError(
+                f"curriculum: state of {len(state['positions'])} environments, the configuration has {len(self.sizes)}"
+            )
         self.positions = [int(p) for p in state["positions"]]  # type: ignore[arg-type]
 
 

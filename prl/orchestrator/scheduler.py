@@ -22,7 +22,7 @@ from __future__ import annotations
 import heapq
 from bisect import insort
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -142,11 +142,12 @@ class Queued:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Batch `step`: exactly batch_size rollouts, in the data order, and the staleness of each."""
+    """Batch `step`: exactly batch_size rollouts, in the data order, and the staleness of each; `lost` were replaced for it."""
 
     step: int
     rollouts: list[Rollout]
     staleness: list[int]
+    lost: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +216,7 @@ class Scheduler:
         *,
         draw: Callable[[int], Place],
         observe: Callable[[Place, float], None],
-        advantages: Callable[[Sequence[Rollout]], Sequence[float]],
+        advantages: Callable[[Sequence[Rollout]], Iterable[float]],
         step_of: Callable[[int], int | None],
         new_id: Callable[[int, int], str],
     ):
@@ -325,13 +326,14 @@ class Scheduler:
             return None
         taken, self._queue = self._queue[: r.batch_size], self._queue[r.batch_size :]
         self.step += 1
-        self._lost = self._lost_solved = 0
+        lost, self._lost, self._lost_solved = self._lost, 0, 0
         self._awaiting[self.step] = [(q.ordinal, q.index, q.rollout.id) for q in taken]
         self._held_bytes -= sum(q.rollout.nbytes for q in taken)
         if r.mask_stale:
             for q in taken:
                 self._mask(q.rollout, self.step)
-        cut = Cut(self.step, [q.rollout for q in taken], [self._staleness(q.rollout, self.step) for q in taken])
+        rollouts = [q.rollout for q in taken]
+        cut = Cut(self.step, rollouts, [self._staleness(r, self.step) for r in rollouts], lost)
         self._drop_stale()
         return cut
 
@@ -358,11 +360,6 @@ class Scheduler:
     def held_bytes(self) -> int:
         """Bytes of finished rollouts that wait for their group or for a batch."""
         return self._held_bytes
-
-    @property
-    def lost(self) -> int:
-        """Rollouts of the batch in the making that were dropped and had to be replaced."""
-        return self._lost
 
     @property
     def finished_all(self) -> bool:

@@ -52,7 +52,9 @@ class Orchestration(RuleBasedStateMachine):
         flying = sorted(self.world.scheduler.flying)
         for i in flying[: max(1, int(share * len(flying)))]:
             outcome = data.draw(
-                st.sampled_from(["finished"] * 6 + ["truncated", "environment_error", "timed_out", "engine_error", "bad_reward"])
+                st.sampled_from(
+                    ["finished"] * 6 + ["truncated", "environment_error", "timed_out", "engine_error", "bad_reward"]
+                )
             )
             reward = data.draw(st.sampled_from([0.0, 1.0, 1.0, float("nan")]))
             self.world.finish(i, reward, outcome, empty=data.draw(st.integers(0, 9)) == 0)

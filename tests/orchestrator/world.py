@@ -1,4 +1,4 @@
-"""A world around the scheduler for its tests: an engine, a trainer with checkpoints, a spool and a file of fates, all in memory."""
+"""A world around the scheduler for its tests: engine, trainer with checkpoints, spool and fates, all in memory."""
 
 from __future__ import annotations
 
