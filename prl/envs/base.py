@@ -51,6 +51,7 @@ class Turn:
     """Appended to the context when not done."""
     fork: Fork | None = None
     metrics: dict[str, float] = field(default_factory=dict)
+    """Summed over the turns of a rollout."""
 
 
 class Env(ABC):

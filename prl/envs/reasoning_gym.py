@@ -43,9 +43,9 @@ class Options(Section):
 
 
 class ReasoningGym(SingleTurn):
-    def __init__(self, config: EnvConfig, *, seed: int):
+    def __init__(self, config: EnvConfig, *, seed: int, options: type[Options] = Options):
         super().__init__(config, seed=seed)
-        self.options = o = Options.model_validate(config.options)
+        self.options = o = options.model_validate(config.options)
         if o.held_out + o.worked >= 1:
             raise TaskError(f"env {self.name}: held_out {o.held_out:g} and worked {o.worked:g} leave nothing to train on")
         try:

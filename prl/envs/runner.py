@@ -344,7 +344,8 @@ async def _converse(
 
         answer = _checked(await calls(env.step, state, completion))
         rollout.reward = float(answer.reward)
-        metrics |= {f"env/{name}": float(value) for name, value in answer.metrics.items()}
+        for name, value in answer.metrics.items():
+            metrics[f"env/{name}"] = metrics.get(f"env/{name}", 0.0) + float(value)
         if generation.finish_reason == "length":
             rollout.outcome = "truncated"
             return branches
