@@ -13,7 +13,7 @@ from rich.console import Console
 from prl.config.load import ConfigError
 from prl.transport.run_dir import RunDir
 
-HELP = """Write RUN/report.html and RUN/summary.json from what the run has recorded, finished or not, and print the closing table.
+HELP = """Write RUN/report.html and RUN/summary.json from what a run has recorded, finished or not, and print the closing table.
 
 With --audit: check from the ledgers, checkpoints and versions that every rollout was trained at most once and that every task
 up to the frontier has its one fate; exit code 1 if a rule is broken.
@@ -54,6 +54,9 @@ def command(
     except ConfigError as e:
         print(e, file=sys.stderr)
         raise typer.Exit(2) from None
+    except OSError as e:
+        print(f"the report cannot be written: {e}", file=sys.stderr)
+        raise typer.Exit(1) from None
     Console().print(table(summary))
     print(f"report: {page}")
 

@@ -139,8 +139,8 @@ class View:
 
     def title(self) -> str:
         title = TITLES[self.stage]
-        phases = [str(s.get("phase", "")) for s in self.roles.values()]
-        return f"{title}, evaluating" if any("evaluat" in p for p in phases) else title
+        said = [str(s.get(key, "")) for s in self.roles.values() for key in ("phase", "waits_for")]
+        return f"{title}, evaluating" if any("evaluat" in text for text in said) else title
 
     def line(self, now: float) -> str:
         """All in one plain line."""

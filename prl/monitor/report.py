@@ -19,11 +19,12 @@ from plotly.offline import get_plotlyjs
 from prl.config.load import dump, load_resolved
 from prl.config.schema import RunConfig
 from prl.monitor.history import History, Record, RunFolder, load_history
-from prl.monitor.summary import LAST, duration, shown, summarise
+from prl.monitor.summary import LAST, dropped_rollouts, duration, shown, summarise
 
 BLUE, TEAL, ORANGE, PURPLE, RED, GREY, PALE = "#2f6fde", "#129a83", "#d97b16", "#8457c9", "#cf3f4f", "#8b93a1", "#d9dde4"
 SPAN_COLOURS = {"train": BLUE, "publish": PURPLE, "checkpoint": RED, "update": ORANGE, "evaluation": TEAL, "wait": PALE}
 MORE_COLOURS = ("#4aa3df", "#7a9a3c", "#b0568f", "#5b6b8c")
+COLOURS = (BLUE, ORANGE, TEAL, PURPLE, *MORE_COLOURS)
 TIMELINE_STEPS = 8
 """Steps that the timeline shows at first."""
 TIMELINE_SPANS = 4000
@@ -121,6 +122,19 @@ def staleness(h: History) -> Figure | None:
     )
 
 
+def dropped(h: History) -> Figure | None:
+    """Rollouts that were not trained, by length and reason."""
+    by_reason = dropped_rollouts(h)
+    lengths = sorted({length for by_length in by_reason.values() for length in by_length})
+    data = [
+        {"type": "bar", "name": reason, "x": [f"≤ {n}" for n in lengths], "y": [by_length[n] for n in lengths]}
+        | {"marker": {"color": colour}}
+        for (reason, by_length), colour in zip(sorted(by_reason.items()), COLOURS, strict=False)
+    ]
+    layout: dict[str, Any] = {"barmode": "stack", "xaxis": {"type": "category"}, "hovermode": "closest"}
+    return figure(data, "tokens", "rollouts", **layout) if data else None
+
+
 def expert_load(h: History) -> list[list[float]] | None:
     """[layer][expert]: tokens of the last steps over the mean of the layer's experts."""
     records = [r["expert_counts"] for _, r in sorted(h.steps["trainer"].items()) if r.get("expert_counts")][-LAST:]
@@ -201,7 +215,6 @@ def waits(h: History) -> Figure | None:
     reasons = [what for what, _ in sum(h.waited.values(), Counter()).most_common(8)]
     if not reasons:
         return None
-    colours = (BLUE, ORANGE, TEAL, PURPLE, *MORE_COLOURS)
     data = [
         {
             "type": "bar",
@@ -212,7 +225,7 @@ def waits(h: History) -> Figure | None:
             "marker": {"color": colour},
             "hovertemplate": "%{y} waited %{x:.1f} s<extra>" + what + "</extra>",
         }
-        for what, colour in zip(reasons, colours, strict=False)
+        for what, colour in zip(reasons, COLOURS, strict=False)
     ]
     return figure(data, "seconds", "", height=130 + 40 * len(roles), barmode="stack", hovermode="closest", yaxis={"title": {}})
 
@@ -260,6 +273,7 @@ CARDS = (
     Card(
         "staleness", "Staleness", staleness, "Steps between the weights of a rollout's oldest token and those that it trained."
     ),
+    Card("dropped", "Dropped rollouts", dropped, "Generated, but not trained, by length and by reason."),
     Card("experts", "Expert load", experts, f"Tokens per expert in the last {LAST} steps, padding excluded."),
     Card(
         "timeline",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from typing import Any
 
 import orjson
@@ -43,11 +43,12 @@ def trained_rollouts(run: RunFolder) -> int:
     return len({id for ids in by_step.values() for id in ids})
 
 
-def dropped_rollouts(history: History) -> Counter[str]:
-    """By reason."""
-    total: Counter[str] = Counter()
+def dropped_rollouts(history: History) -> dict[str, Counter[int]]:
+    """By reason, and by the upper bound of their length in tokens."""
+    total: dict[str, Counter[int]] = defaultdict(Counter)
     for record in history.steps["orchestrator"].values():
-        total.update(record.get("dropped") or {})
+        for reason, by_length in (record.get("dropped") or {}).items():
+            total[reason].update({int(bound): n for bound, n in by_length.items()})
     return total
 
 
@@ -61,7 +62,7 @@ def summarise(run: RunFolder, config: RunConfig, history: History) -> dict[str, 
     steps = history.steps["trainer"]
     latest = [steps[s] for s in sorted(steps)[-LAST:]]
     staleness = history.staleness()
-    dropped = dropped_rollouts(history)
+    dropped = {reason: by_length.total() for reason, by_length in sorted(dropped_rollouts(history).items())}
     times = [r["t"] for r in steps.values()]
     wall_rl = max(times) - min(times) if times else None
     return {
@@ -82,8 +83,8 @@ def summarise(run: RunFolder, config: RunConfig, history: History) -> dict[str, 
         "unrouted_fraction": weighted(history, "unrouted_fraction"),
         "recaptured_fraction": weighted(history, "recaptured_fraction"),
         "rollouts_trained": trained_rollouts(run),
-        "rollouts_dropped": dropped.total(),
-        "rollouts_dropped_by": dict(dropped),
+        "rollouts_dropped": sum(dropped.values()),
+        "rollouts_dropped_by": dropped,
         "steps": max(steps, default=0),
         "steps_planned": config.trainer.steps,
         "steps_skipped": max((r.get("skipped", 0) for r in steps.values()), default=0),
@@ -126,16 +127,19 @@ def table(summary: dict[str, Any]) -> Table:
     out.add_column(style="bold")
     out.add_column(justify="right")
     out.add_column(style="dim")
-    tasks = f"{s['held_out_tasks']} held-out tasks, temperature 1"
     for name, value, note in (
-        ("solve rate after SFT", shown(s["held_out_sft"]), f"{tasks}; greedy {shown(s['held_out_sft_greedy'])}"),
+        (
+            "solve rate after SFT",
+            shown(s["held_out_sft"]),
+            f"greedy {shown(s['held_out_sft_greedy'])}; {s['held_out_tasks']} held-out tasks",
+        ),
         ("solve rate after RL", shown(s["held_out_final"]), f"greedy {shown(s['held_out_final_greedy'])}"),
         ("gain of RL", shown(gain, "+.3f"), ""),
         ("solve rate of the control", shown(s["held_out_control"]), f"more SFT; greedy {shown(s['held_out_control_greedy'])}"),
         ("mismatch KL", shown(s["mismatch_kl"], ".2e"), f"last {LAST} steps; own version {shown(s['mismatch_kl_own'], '.2e')}"),
         ("staleness", shown(s["staleness_max"], "d"), f"at most; mean {shown(s['staleness_mean'], '.2f')}"),
         (
-            "rows without the engine's route",
+            "rows without own route",
             shown(s["unrouted_fraction"], ".2%"),
             f"recaptured {shown(s['recaptured_fraction'], '.2%')}",
         ),

@@ -33,20 +33,9 @@ def records(steps: int, *, sft_steps: int = 60, control: bool = True, step_s: fl
         if step % 20 == 0:
             log("eval", "sft", t, step=step, tasks=64, greedy=step / sft_steps * 0.3, complete=True)
 
-    def evaluate(step: int, role: str, rate: float, at: float, tasks: int, **values: Any) -> None:
-        log(
-            "eval",
-            role,
-            at,
-            step=step,
-            version=step,
-            tasks=tasks,
-            sampled=rate,
-            greedy=rate + 0.05,
-            complete=True,
-            wall_s=3.0,
-            **values,
-        )
+    def evaluate(step: int, role: str, rate: float, at: float, tasks: int) -> None:
+        rates = {"sampled": rate, "greedy": rate + 0.05}
+        log("eval", role, at, step=step, version=step, tasks=tasks, complete=True, wall_s=3.0, **rates)
 
     evaluate(0, "orchestrator", 0.12, t + 3, 512)
     span("orchestrator", "evaluation", t, t + 3)
@@ -81,7 +70,7 @@ def records(steps: int, *, sft_steps: int = 60, control: bool = True, step_s: fl
             "reward": rate + 0.02 * rng.random(),
             "solve_rate": rate,
             "staleness": {"0": 100, "1": 140 + step % 7, "2": 16},
-            "dropped": {"stale": step % 3},
+            "dropped": {"stale": {"32": step % 3}, "solved": {"32": 8, "64": step % 2}},
             "filtered": 2,
             "rss_mb": 200.0,
         }
@@ -99,7 +88,7 @@ def records(steps: int, *, sft_steps: int = 60, control: bool = True, step_s: fl
         for step in range(1, 81):
             t += 0.5
             log("step", "control", t, step=step, loss=0.3, tokens_per_s=9000.0, rss_mb=400.0)
-        evaluate(80, "control", 0.41, t + 2, 512, stage="control")
+        evaluate(80, "evaluate", 0.41, t + 2, 512)
     return out
 
 

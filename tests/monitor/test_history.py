@@ -1,0 +1,85 @@
+"""What is read from a run's files while they grow, tear and are resumed."""
+
+import time
+from pathlib import Path
+
+import orjson
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prl.monitor.history import History, Tail, statuses
+from prl.monitor.metrics import Metrics
+from prl.monitor.status import Status
+from tests.monitor.synthetic import Folder
+
+
+def lines(*records: object) -> bytes:
+    return b"".join(orjson.dumps(r) + b"\n" for r in records)
+
+
+def test_a_tail_gives_each_whole_line_once(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    tail = Tail(path)
+    assert list(tail.read()) == []
+    whole = lines({"a": 1}, {"a": 2}, {"a": 3})
+    seen = []
+    with path.open("ab", buffering=0) as file:
+        for i in range(0, len(whole), 5):
+            file.write(whole[i : i + 5])
+            seen += tail.read()
+    assert seen == [{"a": 1}, {"a": 2}, {"a": 3}] and tail.broken == 0
+
+
+def test_torn_and_foreign_lines_are_counted_and_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(lines({"a": 1}) + b'{"a": 2, "b\n\xff\xfe\n[1]\n' + lines({"a": 3}) + b'{"a": 4')
+    tail = Tail(path)
+    assert list(tail.read()) == [{"a": 1}, {"a": 3}] and tail.broken == 3
+
+
+KEYS = st.sampled_from(["t", "kind", "role", "step", "t0", "t1", "name", "what", "staleness"])
+WORDS = st.sampled_from(["step", "eval", "span", "event", "sample", "resume", "wait", "sft"])
+
+
+@given(st.lists(st.dictionaries(KEYS, st.none() | st.integers(-3, 3) | WORDS)))
+def test_any_record_is_taken_or_left_out(records: list[dict[str, object]]) -> None:
+    History(dict(r) for r in records)
+
+
+def test_a_resume_voids_the_steps_after_it() -> None:
+    def step(n: int, t: float, value: int) -> list[dict[str, object]]:
+        return [{"t": t, "role": role, "kind": "step", "step": n, "loss": value} for role in ("trainer", "orchestrator")]
+
+    history = History(
+        [
+            *(r for n in range(1, 6) for r in step(n, n, 0)),
+            {"t": 4.5, "role": "orchestrator", "kind": "eval", "step": 4, "sampled": 0.5, "complete": True},
+            {"t": 2.5, "role": "orchestrator", "kind": "eval", "step": 2, "sampled": 0.4, "complete": True},
+            {"t": 6, "role": "trainer", "kind": "event", "name": "resume", "step": 2},
+            *step(3, 7, 1),
+        ]
+    )
+    assert history.series("trainer", "loss") == ([1, 2, 3], [0, 0, 1])
+    assert sorted(history.steps["orchestrator"]) == [1, 2, 3]
+    assert [e["step"] for e in history.evals["rl"]] == [2]
+
+
+def test_an_evaluation_that_was_cut_is_counted_and_never_a_value() -> None:
+    cut = {"t": 1, "role": "orchestrator", "kind": "eval", "step": 1, "sampled": 0.9, "complete": False}
+    history = History([cut])
+    assert history.evals["rl"] == [] and history.cut_evals == 1
+
+
+def test_what_the_writers_write_is_what_is_read(tmp_path: Path) -> None:
+    (tmp_path / "status").mkdir()
+    metrics = Metrics(tmp_path / "metrics.jsonl", "trainer")
+    status = Status(tmp_path / "status" / "trainer.json", "trainer", metrics)
+    with status.waiting("batch 7 from the orchestrator"):
+        assert statuses(Folder(tmp_path))["trainer"]["waits_for"] == "batch 7 from the orchestrator"
+        time.sleep(0.01)
+    metrics.log("step", step=7, loss=0.5, mismatch={"p99": 0.1})
+    history = History(Tail(tmp_path / "metrics.jsonl").read())
+    assert history.series("trainer", "mismatch.p99") == ([7], [0.1])
+    assert history.waited["trainer"]["batch n from the orchestrator"] > 0.009
+    (tmp_path / "status" / "torn.json").write_text('{"role": ')
+    assert set(statuses(Folder(tmp_path))) == {"trainer"}

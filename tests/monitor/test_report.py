@@ -1,0 +1,129 @@
+"""report.html: all parts of a whole run, whatever parts of a shorter one, nothing from outside and no foreign markup."""
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import plotly.graph_objects as go
+import pytest
+
+from prl.monitor.history import load_history
+from prl.monitor.report import CARDS, expert_load, learning, staleness, timeline, write_report
+from prl.report import main
+from tests.monitor.synthetic import records, write_run
+
+
+class Tags(HTMLParser):
+    """Tags with their attributes, and the text outside scripts and styles."""
+
+    def __init__(self, html: str):
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self._in = ""
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attributes)))
+        self._in = tag
+
+    def handle_endtag(self, tag: str) -> None:
+        self._in = ""
+
+    def handle_data(self, data: str) -> None:
+        if self._in not in ("script", "style"):
+            self.text += data
+
+
+def page(path: Path) -> Tags:
+    return Tags(path.read_text(encoding="utf-8"))
+
+
+def test_a_whole_run_has_every_part(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", records(40))
+    html = write_report(run).read_text()
+    tags = Tags(html)
+    ids = {a.get("id") for _, a in tags.tags}
+    assert {f"figure-{card.name}" for card in CARDS} | {"samples"} <= ids
+    assert html.count("plotly.js v") == 1
+    for text in ("0.120", "0.690", "+0.570", "0.410", "step 1", "step 40", "max_staleness: 2", "Who waited for whom"):
+        assert text in tags.text
+
+
+def test_the_page_loads_nothing_from_outside(tmp_path: Path) -> None:
+    tags = page(write_report(write_run(tmp_path / "run", records(10))))
+    assert not [(t, a) for t, a in tags.tags if t in ("link", "img", "iframe") or a.get("src") or a.get("href")]
+
+
+def test_figures_are_valid_to_plotly(tmp_path: Path) -> None:
+    history = load_history(write_run(tmp_path / "run", records(40)))
+    for card in CARDS:
+        go.Figure(card.make(history))
+
+
+def test_figures_hold_the_records(tmp_path: Path) -> None:
+    made = records(40)
+    history = load_history(write_run(tmp_path / "run", made))
+    curves = {d["name"]: d for d in learning(history)["data"]}  # type: ignore[index]
+    assert curves["held out, temperature 1"]["y"][0] == 0.12 and len(curves["reward of the batch"]["y"]) == 40
+    assert curves["control (more SFT), temperature 1"]["y"] == [0.12, 0.41]
+    counts = [r["staleness"] for r in made if r["role"] == "orchestrator" and r["kind"] == "step"]
+    total = sum(sum(c.values()) for c in counts)
+    shares = [sum(c[str(i)] for c in counts) / total for i in range(3)]
+    assert staleness(history)["data"][0]["y"] == pytest.approx(shares)  # type: ignore[index]
+    load = expert_load(history)
+    assert load is not None and (len(load), len(load[0])) == (3, 16)
+    assert all(sum(row) / 16 == pytest.approx(1) for row in load)
+    bars = {d["name"]: d for d in timeline(history)["data"]}  # type: ignore[index]
+    trained = [r for r in made if r["kind"] == "span" and r["name"] == "train"]
+    assert bars["train"]["x"] == pytest.approx([r["t1"] - r["t0"] for r in trained]) and set(bars["train"]["y"]) == {"trainer"}
+
+
+def test_what_a_model_or_a_user_wrote_is_text(tmp_path: Path) -> None:
+    evil = "</pre></script><script>alert(1)</script><img src=x onerror=alert(2)>"
+    made = records(3)
+    for r in made:
+        if r["kind"] == "sample":
+            r |= {"prompt": evil, "completion": evil}
+        if r["kind"] == "span" and "what" in r:
+            r["what"] = evil
+    made.append({"t": made[-1]["t"], "role": evil, "kind": "event", "name": evil, "detail": evil})
+    tags = page(write_report(write_run(tmp_path / "run", made, f"envs.0.name='{evil}'")))
+    assert not [t for t, _ in tags.tags if t == "img"] and not any("onerror" in a for _, a in tags.tags)
+    plain = page(write_report(write_run(tmp_path / "plain", records(3))))
+    scripts = [t for t, _ in tags.tags].count("script")
+    assert scripts == [t for t, _ in plain.tags].count("script")
+    assert tags.text.count("alert(2)") >= 6
+
+
+@pytest.mark.parametrize("kind", ["step", "eval", "span", "sample", "engine"])
+def test_missing_parts_leave_gaps_and_no_errors(tmp_path: Path, kind: str) -> None:
+    assert (
+        "Configuration"
+        in page(write_report(write_run(tmp_path / "without", [r for r in records(5) if r["kind"] != kind]))).text
+    )
+    assert (
+        "Configuration" in page(write_report(write_run(tmp_path / "only", [r for r in records(5) if r["kind"] == kind]))).text
+    )
+
+
+def test_an_empty_run_and_a_torn_last_line(tmp_path: Path) -> None:
+    empty = write_run(tmp_path / "empty", [])
+    (empty.root / "metrics.jsonl").unlink()
+    assert not re.search("figure-", write_report(empty).read_text())
+    torn = write_run(tmp_path / "torn", records(5))
+    with (torn.root / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"t": 1, "kind": "st')
+    assert "figure-learning" in write_report(torn).read_text()
+
+
+def test_the_command_writes_both_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "run", records(5))
+    assert main([str(run.root)]) == 0
+    assert (run.root / "report.html").stat().st_size > 1_000_000 and (run.root / "summary.json").exists()
+    assert "solve rate after SFT" in capsys.readouterr().out
+
+
+def test_the_command_names_a_wrong_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path)]) == 2
+    assert "no config.yaml in it" in capsys.readouterr().err
