@@ -275,7 +275,7 @@ def _how(code: int) -> str:
 
 POLL_S = 0.05
 BEATS_S = 0.5
-FIRST_CAUSE_S = 0.3
+FIRST_CAUSE_S = 0.5
 """After a role failed, how long others are given to fail too, so that the first cause can be told from what followed."""
 
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,16 @@ FAKES = Path(__file__).with_name("fakes.py")
 ROOT = FAKES.parents[2]
 CONFIG = ROOT / "configs" / "demo.yaml"
 SHORT = ("sft=null", "control=null", "monitor.console=off", "launch.stop_timeout_s=4", "launch.heartbeat_timeout_s=20")
+
+
+def processes(words: str) -> list[int]:
+    """Living processes with `words` in their command line."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            if words.encode() in path.read_bytes():
+                found.append(int(path.parent.name))
+    return found
 
 
 class Started:
@@ -53,15 +64,11 @@ class Started:
         _, self.errors = self.process.communicate(timeout=30)
         return self.process.returncode
 
-    def sleepers(self) -> list[str]:
-        found = []
-        for path in Path("/proc").glob("[0-9]*/cmdline"):
-            try:
-                if f".{self.marker}".encode() in path.read_bytes():
-                    found.append(path.read_text())
-            except OSError:
-                continue
-        return found
+    def guards(self) -> list[int]:
+        return processes(f"{guard.__file__}\0{self.run.id}")
+
+    def sleepers(self) -> list[int]:
+        return processes(f".{self.marker}")
 
     def assert_nothing_left(self) -> None:
         assert guard.strays(self.run.id) == []
@@ -210,26 +217,38 @@ def test_descendants_in_sessions_of_their_own_go_too(start) -> None:  # type: ig
     s.assert_nothing_left()
 
 
-@pytest.mark.parametrize("pdeathsig", [True, False])
-def test_kill_9_of_the_supervisor_takes_everything_with_it(  # type: ignore[no-untyped-def]
-    start, monkeypatch: pytest.MonkeyPatch, pdeathsig: bool
-) -> None:
-    """By the kernel's parent death signal, and, where a role has not asked for that, by the guard."""
-    if not pdeathsig:
-        monkeypatch.setenv("PRL_FAKE_NO_PDEATHSIG", "1")
+def test_kill_9_of_the_supervisor_takes_everything_with_it(start, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    """The guard cleans up, here after roles that did not ask for the kernel's parent death signal."""
+    monkeypatch.setenv("PRL_FAKE_NO_PDEATHSIG", "1")
     s = start(inference_0="deaf")
     s.running()
     shared = s.run.weights_path("shared_memory")
     shared.mkdir()
     s.process.kill()
-    s.process.wait()
-    deadline = time.monotonic() + 5
-    while (shared.exists() or guard.strays(s.run.id)) and time.monotonic() < deadline:
-        time.sleep(0.02)
     s.process.communicate()
+    RunLock(s.run, wait_s=5).release()  # the guard is done
     s.assert_nothing_left()
     resumed = start("--resume", str(s.run.root), trainer="finish", orchestrator="finish")
     assert resumed.end() == 0, resumed.errors
+
+
+def test_kill_9_of_supervisor_and_guard_takes_the_roles_with_it(start) -> None:  # type: ignore[no-untyped-def]
+    """The kernel's parent death signal does; files go at the resume."""
+    s = start(inference_0="deaf")
+    s.running()
+    s.run.weights_path("shared_memory").mkdir()
+    (guarding,) = s.guards()
+    os.kill(guarding, signal.SIGKILL)
+    s.process.kill()
+    s.process.communicate()
+    RunLock(s.run, wait_s=5).release()
+    deadline = time.monotonic() + 5
+    while guard.strays(s.run.id) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert guard.strays(s.run.id) == []
+    resumed = start("--resume", str(s.run.root), trainer="finish", orchestrator="finish")
+    assert resumed.end() == 0, resumed.errors
+    resumed.assert_nothing_left()
 
 
 def test_a_resume_right_after_a_kill_waits_for_the_clean_up(start) -> None:  # type: ignore[no-untyped-def]
@@ -246,21 +265,11 @@ def test_a_resume_right_after_a_kill_waits_for_the_clean_up(start) -> None:  # t
 def test_a_killed_guard_ends_the_run(start) -> None:  # type: ignore[no-untyped-def]
     s = start()
     s.running()
-    guards = [
-        int(p.parent.name) for p in Path("/proc").glob("[0-9]*/cmdline") if (guard.__file__ + "\0" + s.run.id) in _text(p)
-    ]
-    assert len(guards) == 1
-    os.kill(guards[0], signal.SIGKILL)
+    (guarding,) = s.guards()
+    os.kill(guarding, signal.SIGKILL)
     assert s.end() == 1
     assert "guard was killed by SIGKILL" in s.errors
     s.assert_nothing_left()
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
 
 
 def test_two_supervisors_cannot_run_one_run(start) -> None:  # type: ignore[no-untyped-def]
