@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from prl.kernels.swiglu import swiglu
 
 
 class MLP(nn.Module):
@@ -14,4 +15,4 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(width, hidden, bias=False)
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x_TD)) * self.up_proj(x_TD))
+        return self.down_proj(swiglu(self.gate_proj(x_TD), self.up_proj(x_TD)))

@@ -11,9 +11,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from prl.kernels.grouped_gemm import grouped_gemm
+from prl.kernels.experts import experts
 from prl.kernels.permute import combine, permute, sort_rows
-from prl.kernels.swiglu import swiglu
 from prl.layers.mlp import MLP
 from prl.layers.router import MoEConfig, Replay, Router
 
@@ -48,7 +47,7 @@ class Experts(nn.Module):
         self.down_proj = nn.Parameter(torch.empty(n_experts, hidden, width))
 
     def forward(self, rows_RD: Tensor, counts: Sequence[int]) -> Tensor:
-        return grouped_gemm(swiglu(grouped_gemm(rows_RD, self.gate_up_proj, counts)), self.down_proj, counts)
+        return experts(rows_RD, self.gate_up_proj, self.down_proj, counts)
 
 
 class MoE(nn.Module):
