@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Annotated
@@ -76,12 +76,12 @@ def open_run(config: str | None, overrides: Sequence[str], resume: Path | None) 
     return run, loaded
 
 
-def execute(run: RunDir, config: RunConfig, *, reopen: bool = False) -> State:
+def execute(run: RunDir, config: RunConfig, *, reopen: bool = False, without: Collection[str] = ()) -> State:
     """Run every stage that is not finished, in a created folder. `reopen`: RL goes on though it was finished.
 
     RunBusy where another supervisor has the run; OSError where a role cannot be started.
     """
-    finished = {name for name, stage in run.stages().items() if stage["done"] and not (reopen and name != "sft")}
+    finished = {name for name, stage in run.stages().items() if stage["done"] and not (reopen and name != "sft")} | set(without)
     lock = RunLock(run)
     try:
         run.config_path.write_text(dump(config))

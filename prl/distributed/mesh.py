@@ -77,7 +77,10 @@ class Mesh:
         if self.world > 1:
             dist.barrier()
 
-    def close(self) -> None:
+    def __enter__(self) -> Mesh:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         if self.world > 1 and dist.is_initialized():
             dist.destroy_process_group()
 
@@ -91,10 +94,10 @@ def device_of(rank: int) -> torch.device:
     return device
 
 
-def join(run: Rendezvous, rank: int, world: int, *, timeout_s: float, wait_timeout_s: float) -> Mesh:
+def join(run: Rendezvous, rank: int, world: int, *, start_s: float, wait_s: float) -> Mesh:
     """Meet the other ranks through the run's folder: rank 0 opens a TCP store on a free port and announces it.
 
-    `timeout_s` bounds the meeting, `wait_timeout_s` every later collective. TimeoutError names what was waited for.
+    `start_s` bounds the meeting, `wait_s` every later collective. TimeoutError names what was waited for.
     """
     device = device_of(rank)
     if world == 1:
@@ -102,9 +105,9 @@ def join(run: Rendezvous, rank: int, world: int, *, timeout_s: float, wait_timeo
     host = os.environ.get("PRL_HOST", "127.0.0.1")
     if host.startswith("127."):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store = _open_store(run, host, timeout_s) if rank == 0 else _find_store(run, timeout_s)
+    store = _open_store(run, host, start_s) if rank == 0 else _find_store(run, start_s)
     backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=wait_timeout_s))
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=wait_s))
     return Mesh(rank, world, device, init_device_mesh(device.type, (world,), mesh_dim_names=("data",)))
 
 

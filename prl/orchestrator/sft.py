@@ -20,7 +20,6 @@ from prl.envs.runner import run_rollout
 from prl.inference.api import EngineError, GenerateRequest, Generation
 from prl.inference.engine import Engine
 from prl.models.base import Model
-from prl.monitor.history import load_history
 from prl.orchestrator.curriculum import Uniform
 from prl.samples import Rollout, Sample
 from prl.tokenizer import Tokenizer, of_run
@@ -74,7 +73,8 @@ def main(run: RunDir, config: RunConfig, index: int, stop: threading.Event) -> i
         stop_at=sft.stop_at if sft.stop_at is not None else 1.0,
     )
     examples = worked_examples(config, sft.examples, envs, tokenizer)
-    return fine_tune(run, config, plan, examples, stop, solve_rate=greedy_solve_rate(config, sft.dev_tasks, envs, tokenizer))
+    solve_rate = greedy_solve_rate(config, sft.dev_tasks, envs, tokenizer) if plan.measure_every else None
+    return fine_tune(run, config, plan, index, examples, stop, solve_rate=solve_rate)
 
 
 def control(run: RunDir, config: RunConfig, index: int, stop: threading.Event) -> int:
@@ -86,17 +86,9 @@ def control(run: RunDir, config: RunConfig, index: int, stop: threading.Event) -
         optim=sft.optim.model_copy(update={"schedule": "constant"}),  # its end is a time, not a step
         batch_size=sft.batch_size,
         seed=config.run.seed + 1,
-        seconds=fraction * rl_seconds(run),
+        seconds=fraction * run.stages()["rl"]["wall_s"],
     )
-    return fine_tune(run, config, plan, worked_examples(config, sft.examples, _envs(config), of_run(config)), stop)
-
-
-def rl_seconds(run: RunDir) -> float:
-    """Time that the surviving steps of the RL phase took, waits included; ValueError before the first."""
-    steps = load_history(run).steps["trainer"]
-    if not steps:
-        raise ValueError(f"{run.root / 'metrics.jsonl'}: no step of the RL phase, which the control's time follows from")
-    return sum(sum(step["time"].values()) for step in steps.values())
+    return fine_tune(run, config, plan, index, worked_examples(config, sft.examples, _envs(config), of_run(config)), stop)
 
 
 def worked_examples(config: RunConfig, n: int, envs: Sequence[Env], tokenizer: Tokenizer) -> list[Sample]:

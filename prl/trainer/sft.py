@@ -13,17 +13,15 @@ from pathlib import Path
 import numpy as np
 
 from prl.config.schema import Optim, RunConfig
-from prl.distributed.mesh import join
+from prl.distributed.mesh import Mesh, join
 from prl.kernels import registry
 from prl.models.base import Model
-from prl.models.hf import save_hf
+from prl.monitor.metrics import Metrics
+from prl.monitor.status import Status
 from prl.samples import CE, Rollout, Sample, concatenate, pack
-from prl.trainer import checkpoint
-from prl.trainer.checkpoint import CheckpointError
-from prl.trainer.nonfinite import Guard, NonFiniteError
-from prl.trainer.state import TrainState, make_model
+from prl.trainer.nonfinite import Guard
 from prl.trainer.step import Stepper
-from prl.trainer.train import DONE, FAILED, SAVED, tokenizer_folder
+from prl.trainer.store import DONE, EXPECTED, FAILED, SAVED, open_state, save_state, write_model
 from prl.transport.run_dir import RunDir
 
 log = logging.getLogger(__name__)
@@ -70,67 +68,88 @@ def fine_tune(
     run: RunDir,
     config: RunConfig,
     plan: Plan,
+    rank: int,
     examples: Sequence[Sample],
     stop: threading.Event,
     *,
     solve_rate: Callable[[Model], float] | None = None,
-    clock: Callable[[], float] = time.monotonic,
 ) -> int:
-    """Train as planned, on one process, and write the model. Exit code: 0 done, 75 stopped and resumable, 1 failed."""
-    folder = run / plan.role
-    if (folder / "model").exists():
+    """Train as planned and write the model; one process a rank, each with the same examples.
+
+    `solve_rate` is called on rank 0 with a whole model. Exit code: 0 done, 75 stopped and resumable, 1 failed.
+    """
+    if (run / plan.role / "model").exists():
         return DONE
-    metrics = run.metrics(plan.role)
-    status = run.status(plan.role, metrics)
+    role = plan.role if rank == 0 else f"{plan.role}-{rank}"
+    metrics = run.metrics(role)
+    status = run.status(role, metrics)
     status.set(phase="loading")
-    own = RunDir(folder)
-    (own / "checkpoints").mkdir(parents=True, exist_ok=True, mode=0o700)
-    mesh = join(run, 0, 1, timeout_s=0, wait_timeout_s=0)
-    saved = checkpoint.latest_complete(own)
-    state = TrainState(make_model(config, mesh, plan.start, filled=saved is None), config, plan.optim, mesh)
-    stepper = Stepper(state, config.trainer, plan.steps or 0, beat=status.beat)
-    guard = Guard(folder / "nonfinite", config.trainer.max_nonfinite)
-
-    def save() -> None:
-        manifest = checkpoint.Manifest(
-            run.id, state.step, state.version, state.lineage, mesh.world, state.spec.architecture, time.time()
-        )
-        checkpoint.write(own, manifest, state.save, None, keep=config.checkpoint.keep)
-
+    launch = config.launch
     try:
-        if saved is not None:
-            checkpoint.verify(saved)
-            state.load(saved / checkpoint.TRAINER)
-        rollouts = [Rollout(str(i), "", "", i, 0, samples=[s]) for i, s in enumerate(examples)]
-        began = clock()
-        while state.step < plan.steps if plan.steps is not None else clock() - began < (plan.seconds or 0):
-            if stop.is_set():
-                if plan.steps is not None:
-                    save()
-                status.set(phase="saved")
-                return SAVED
-            chosen = order(plan.seed, len(rollouts), plan.batch_size, state.step + 1)
-            (batch,) = pack([rollouts[i] for i in chosen], step=state.step + 1, budget=config.trainer.pack_tokens, ranks=1)
-            status.set(phase="training", step=batch.step)
-            report = stepper(batch)
-            metrics.log("step", step=batch.step, backend=registry.backends(), **report.metrics)
-            if report.skipped:
-                metrics.log("event", name="nonfinite", step=batch.step, dump=str(guard.dump(batch, 0, report.skipped)))
-                guard.check(state.skipped)
-            if solve_rate is not None and plan.measure_every and state.step % plan.measure_every == 0:
-                status.set(phase="evaluating")
-                t0, rate = time.monotonic(), solve_rate(state.model)
-                metrics.log("eval", split="dev", step=state.step, greedy=rate, complete=True, wall_s=time.monotonic() - t0)
-                if rate >= plan.stop_at:
-                    break
-            if plan.steps is not None and state.step % config.checkpoint.every == 0:
-                save()
-        status.set(phase="writing the model")
-        save_hf(folder / "model", state.spec, state.tensors(), tokenizer_from=tokenizer_folder(run, config))
-        shutil.rmtree(own / "checkpoints")
-        status.set(phase="done")
-        return DONE
-    except (NonFiniteError, CheckpointError) as e:
-        log.error("%s: %s", plan.role, e)
+        with join(run, rank, config.trainer.ranks, start_s=launch.start_timeout_s, wait_s=launch.wait_timeout_s) as mesh:
+            return FineTuning(run, config, plan, mesh, metrics, status).run(examples, stop, solve_rate)
+    except EXPECTED as e:
+        log.error("%s: %s", role, e)
         metrics.log("event", name="failed", error=str(e))
         return FAILED
+
+
+class FineTuning:
+    """One rank of it. Its checkpoints lie in `<run>/<role>/checkpoints` until the model is written."""
+
+    def __init__(self, run: RunDir, config: RunConfig, plan: Plan, mesh: Mesh, metrics: Metrics, status: Status):
+        self.run_dir, self.config, self.plan, self.mesh = run, config, plan, mesh
+        self.metrics, self.status = metrics, status
+        self.own = RunDir(run / plan.role)
+        (self.own / "checkpoints").mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.state = open_state(self.own, config, plan.optim, mesh, plan.start)
+        self.stepper = Stepper(self.state, config.trainer, plan.steps or 0, beat=status.beat)
+        self.guard = Guard(self.own / "nonfinite", config.trainer.max_nonfinite)
+
+    def run(self, examples: Sequence[Sample], stop: threading.Event, solve_rate: Callable[[Model], float] | None) -> int:
+        plan, state, mesh, every = self.plan, self.state, self.mesh, self.config.checkpoint.every
+        rollouts = [Rollout(str(i), "", "", i, 0, samples=[s]) for i, s in enumerate(examples)]
+        deadline = None if plan.seconds is None else time.monotonic() + plan.seconds
+        while not self._over(deadline):
+            if mesh.any(stop.is_set()):
+                if plan.steps is not None:
+                    save_state(self.own, self.config, state)
+                self.status.set(phase="saved")
+                return SAVED
+            step = state.step + 1
+            chosen = [rollouts[i] for i in order(plan.seed, len(rollouts), plan.batch_size, step)]
+            batch = pack(chosen, step=step, budget=self.config.trainer.pack_tokens, ranks=mesh.world)[mesh.rank]
+            self.status.set(phase="training", step=step)
+            report = self.stepper(batch)
+            if mesh.main:
+                self.metrics.log("step", step=step, backend=registry.backends(), **report.metrics)
+            if report.skipped:
+                dump = self.guard.dump(batch, mesh.rank, report.skipped)
+                self.metrics.log("event", name="nonfinite", step=step, reason=report.skipped, dump=str(dump))
+                self.guard.check(state.skipped)
+            if solve_rate and plan.measure_every and step % plan.measure_every == 0 and self._reached(solve_rate):
+                break
+            if plan.steps is not None and step % every == 0:
+                save_state(self.own, self.config, state)
+        self.status.set(phase="writing the model")
+        write_model(self.run_dir, self.config, state, self.own / "model")
+        mesh.barrier()
+        if mesh.main:
+            shutil.rmtree(self.own / "checkpoints")
+        self.status.set(phase="done")
+        return DONE
+
+    def _over(self, deadline: float | None) -> bool:
+        if self.plan.steps is not None:
+            return self.state.step >= self.plan.steps
+        return self.mesh.any(deadline is None or time.monotonic() > deadline)
+
+    def _reached(self, solve_rate: Callable[[Model], float]) -> bool:
+        """Whether the solve rate is high enough to end; every rank must ask."""
+        self.status.set(phase="evaluating")
+        t0, model, rate = time.monotonic(), self.state.whole_model(), 0.0
+        if self.mesh.main:
+            rate = solve_rate(model)
+            seconds = time.monotonic() - t0
+            self.metrics.log("eval", split="dev", step=self.state.step, greedy=rate, complete=True, wall_s=seconds)
+        return self.mesh.any(rate >= self.plan.stop_at)

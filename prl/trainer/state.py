@@ -96,6 +96,22 @@ class TrainState:
         for name, t in self.model.state_dict().items():
             yield name, full(t.detach()).to(self.dtypes[name])
 
+    def join_gathering(self) -> None:
+        """What the other ranks do while rank 0 goes through `tensors`."""
+        for _ in self.tensors():
+            pass
+
+    def whole_model(self) -> Model:
+        """The model itself on one rank, else on rank 0 an unsharded copy of it; a collective."""
+        if self.mesh.world == 1:
+            return self.model
+        if not self.mesh.main:
+            self.join_gathering()
+            return self.model
+        copy = build(self.spec, dtype=next(iter(self.params.values())).dtype, device=self.mesh.device)
+        copy.load_state_dict(dict(self.tensors()))
+        return copy
+
     def save(self, folder: Path) -> None:
         """Write weights, optimizer, counters and random state with torch.distributed.checkpoint; a collective.
 

@@ -5,33 +5,26 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from pathlib import Path
 
 import torch
 
 from prl.config.schema import RunConfig
 from prl.distributed.mesh import Mesh, join
 from prl.kernels import registry
-from prl.models.hf import save_hf
 from prl.monitor.metrics import Metrics
 from prl.monitor.status import Status
 from prl.samples import Batch
-from prl.tokenizer import of_run
-from prl.trainer import checkpoint
-from prl.trainer.checkpoint import CheckpointError
 from prl.trainer.ledger import Ledger
-from prl.trainer.nonfinite import Guard, NonFiniteError
-from prl.trainer.state import TrainState, make_model
+from prl.trainer.nonfinite import Guard
+from prl.trainer.state import TrainState
 from prl.trainer.step import Stepper, StepReport
+from prl.trainer.store import DONE, EXPECTED, FAILED, SAVED, open_state, save_state, write_model
 from prl.transport.batches import BatchClient, BatchError, Finish
 from prl.transport.run_dir import RunDir
 from prl.transport.versions import VersionLog
-from prl.transport.weights import WeightStore, WeightStoreError
+from prl.transport.weights import WeightStore
 
 log = logging.getLogger(__name__)
-DONE, FAILED, SAVED = 0, 1, 75
-EXPECTED = (NonFiniteError, CheckpointError, BatchError, WeightStoreError, TimeoutError)
-"""Failures whose message says all; anything else is a fault of ours and keeps its traceback."""
 
 
 def main(run: RunDir, config: RunConfig, index: int, stop: threading.Event) -> int:
@@ -40,16 +33,16 @@ def main(run: RunDir, config: RunConfig, index: int, stop: threading.Event) -> i
     metrics = run.metrics(role)
     status = run.status(role, metrics)
     launch = config.launch
-    mesh = join(run, index, config.trainer.ranks, timeout_s=launch.start_timeout_s, wait_timeout_s=launch.wait_timeout_s)
     try:
-        with Trainer(run, config, mesh, stop, metrics, status) as trainer:
+        with (
+            join(run, index, config.trainer.ranks, start_s=launch.start_timeout_s, wait_s=launch.wait_timeout_s) as mesh,
+            Trainer(run, config, mesh, stop, metrics, status) as trainer,
+        ):
             return trainer.run()
     except EXPECTED as e:
         log.error("%s", e)
         metrics.log("event", name="failed", error=str(e))
         return FAILED
-    finally:
-        mesh.close()
 
 
 class _Stopped(Exception):
@@ -75,7 +68,7 @@ class Trainer:
         self.client: BatchClient | None = None
 
     def run(self) -> int:
-        publish_s = self._publish()
+        self._publish()
         self.client = BatchClient(self.run_dir, self.mesh.rank, self.mesh.world, timeout_s=self.config.launch.start_timeout_s)
         while True:
             t0 = time.perf_counter()
@@ -98,15 +91,9 @@ class Trainer:
 
     def _open(self) -> TrainState:
         """The state to go on from: the newest complete checkpoint, else the run's first weights. A resume is put on record."""
-        run, config, mesh = self.run_dir, self.config, self.mesh
+        run, config = self.run_dir, self.config
         start = run / "sft" / "model" if config.sft is not None else config.model.path
-        folder = checkpoint.latest_complete(run)
-        state = TrainState(make_model(config, mesh, start, filled=folder is None), config, config.trainer.optim, mesh)
-        if folder is not None:
-            if mesh.main:
-                checkpoint.verify(folder)
-            mesh.barrier()
-            state.load(folder / checkpoint.TRAINER)
+        state = open_state(run, config, config.trainer.optim, self.mesh, start)
         if self.ledger is not None and self.versions.current() is not None:
             state.lineage = self.versions.lineage(state.step)
             self.ledger.resume(step=state.step, lineage=state.lineage)
@@ -122,7 +109,7 @@ class Trainer:
         if self.mesh.main:
             self.weights.publish(version, state.step, state.tensors())
         else:
-            _drain(state)
+            state.join_gathering()
         return time.perf_counter() - t0
 
     def _next(self) -> tuple[Batch, bytes | None] | Finish | None:
@@ -179,25 +166,10 @@ class Trainer:
         return self.mesh.any(self.orchestrator is not None and self.saved < self.state.step)
 
     def _save(self) -> None:
-        state, mesh = self.state, self.mesh
         self.status.set(phase="saving")
-        with self.metrics.span("checkpoint", step=state.step):
-            if mesh.main:
-                manifest = checkpoint.Manifest(
-                    run=self.run_dir.id,
-                    step=state.step,
-                    version=state.version,
-                    lineage=state.lineage,
-                    ranks=mesh.world,
-                    architecture=state.spec.architecture,
-                    t=time.time(),
-                )
-                keep = self.config.checkpoint.keep
-                checkpoint.write(self.run_dir, manifest, state.save, self.orchestrator, keep=keep)
-            else:
-                state.save(checkpoint.draft(self.run_dir, state.step) / checkpoint.TRAINER)
-            mesh.barrier()
-        self.saved = state.step
+        with self.metrics.span("checkpoint", step=self.state.step):
+            save_state(self.run_dir, self.config, self.state, self.orchestrator)
+        self.saved = self.state.step
 
     def _end(self, code: int) -> int:
         """Save what can be saved; after a finished run write the model as a Hugging Face folder too."""
@@ -209,7 +181,7 @@ class Trainer:
             )
         if code == DONE:
             self.status.set(phase="writing the model")
-            self._write_model(self.run_dir / "model")
+            write_model(self.run_dir, self.config, self.state, self.run_dir / "model")
         if self.client is not None:
             try:
                 self.client.flush(2.0)
@@ -217,12 +189,6 @@ class Trainer:
                 self.metrics.log("event", name="unacknowledged", error=str(e))
         self.status.set(phase="done" if code == DONE else "saved")
         return code
-
-    def _write_model(self, folder: Path) -> None:
-        if self.mesh.main:
-            save_hf(folder, self.state.spec, self.state.tensors(), tokenizer_from=tokenizer_folder(self.run_dir, self.config))
-        else:
-            _drain(self.state)
 
     def __enter__(self) -> Trainer:
         return self
@@ -232,17 +198,3 @@ class Trainer:
             self.client.close()
         if self.ledger is not None:
             self.ledger.close()
-
-
-def tokenizer_folder(run: RunDir, config: RunConfig) -> Path:
-    """The run's tokenizer files, written on first use."""
-    folder = run / "tokenizer"
-    if not folder.exists():
-        of_run(config).save(folder)
-    return folder
-
-
-def _drain(state: TrainState) -> None:
-    """Join rank 0's gathering of every tensor."""
-    for _ in state.tensors():
-        pass

@@ -120,7 +120,7 @@ def test_ce_tokens_get_cross_entropy_and_rl_tokens_do_not() -> None:
 
     loss, _ = loss_share(x, logprobs, entropy, batch.counts, DPPO.model_copy(update={"options": {}}), zero)
     assert 0 < batch.counts.ce_tokens < len(x.rows_N)
-    assert float(loss) == pytest.approx(-float(logprobs[x.ce_N].sum()) / batch.counts.ce_tokens, abs=1e-12)
+    assert loss.item() == pytest.approx(-logprobs[x.ce_N].sum().item() / batch.counts.ce_tokens, abs=1e-12)
 
 
 def test_measures_against_plain_numpy() -> None:

@@ -1,0 +1,146 @@
+"""Supervised fine-tuning: its data order, where it stops, and that it can be killed and go on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+import torch
+
+from prl.config.schema import RunConfig
+from prl.models.base import Model
+from prl.models.hf import load_hf
+from prl.orchestrator import sft as roles
+from prl.samples import CE, Sample
+from prl.tokenizer import of_run
+from prl.trainer import checkpoint
+from prl.trainer.sft import Plan, example, fine_tune, order
+from prl.transport.run_dir import RunDir
+from tests.trainer.envs import Next
+from tests.trainer.helpers import config, run_dir
+
+
+def sft_config(**sft: Any) -> RunConfig:
+    c = config("float32").model_dump()
+    c["envs"] = [{"name": "next", "kind": "tests.trainer.envs:Next"}]
+    c["sampling"] = {"max_tokens": 4, "max_length": 16}
+    c["sft"] = {"steps": 6, "batch_size": 4, "examples": 8, "optim": {"lr": 1e-2}, "dev_tasks": 8, "dev_every": 2, **sft}
+    return RunConfig.model_validate(c)
+
+
+def examples(c: RunConfig) -> list[Sample]:
+    return roles.worked_examples(c, 8, [Next(c.envs[0], seed=0)], of_run(c))
+
+
+def plan(c: RunConfig, **fields: Any) -> Plan:
+    assert c.sft is not None
+    given = {"role": "sft", "start": None, "optim": c.sft.optim, "batch_size": 4, "seed": 0, "steps": c.sft.steps}
+    return Plan(**(given | fields))
+
+
+def steps(run: RunDir, role: str = "sft") -> list[dict[str, Any]]:
+    records = map(orjson.loads, (run / "metrics.jsonl").read_bytes().splitlines())
+    return [r for r in records if r["kind"] == "step" and r["role"] == role]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_hf(folder).state_dict()
+
+
+def test_order_visits_each_example_once_an_epoch_anew() -> None:
+    seen = np.concatenate([order(7, 10, 4, step) for step in range(1, 6)])
+    first, second = seen[:10], seen[10:]
+    assert sorted(first) == sorted(second) == list(range(10)) and not np.array_equal(first, second)
+    assert np.array_equal(order(7, 10, 4, 3), order(7, 10, 4, 3))
+    assert not np.array_equal(order(8, 10, 10, 1), order(7, 10, 10, 1))
+    assert len(set(order(0, 3, 8, 1))) == 3, "a batch may hold several epochs"
+
+
+def test_an_example_trains_on_its_answer_alone() -> None:
+    s = example(np.array([5, 6], np.int32), np.array([7, 1], np.int32))
+    assert s.tokens.tolist() == [5, 6, 7, 1] and s.trainable.tolist() == [False, False, True, True]
+    assert (s.loss_stream == CE).all()
+
+
+def test_worked_answers_end_with_the_end_of_text_and_long_ones_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    c = sft_config()
+    tokenizer = of_run(c)
+    made = examples(c)
+    assert sorted(tokenizer.decode(s.tokens[:-1]) for s in made) == ["ab", "bc", "cd", "de", "ef", "fg", "gh", "ha"]
+    assert all(s.tokens[-1] == tokenizer.eos_id for s in made)
+    short = c.model_copy(update={"sampling": c.sampling.model_copy(update={"max_length": 2})})
+    with pytest.raises(ValueError, match="max_length: 2 is too short"):
+        examples(short)
+
+
+def test_the_warm_start_learns_stops_at_the_solve_rate_and_the_control_goes_on(tmp_path: Path) -> None:
+    run, c = run_dir(tmp_path), sft_config(steps=400, stop_at=0.6)
+    assert roles.main(run, c, 0, threading.Event()) == 0
+    done = steps(run)
+    evals = [r for r in map(orjson.loads, (run / "metrics.jsonl").read_bytes().splitlines()) if r["kind"] == "eval"]
+    assert [e["step"] for e in evals] == list(range(2, len(done) + 1, 2)) and len(done) < 400
+    assert evals[-1]["greedy"] >= 0.6 > evals[0]["greedy"]
+    solve_rate = roles.greedy_solve_rate(c, 8, [Next(c.envs[0], seed=0)], of_run(c))
+    assert solve_rate(load_hf(run / "sft" / "model")) == evals[-1]["greedy"]
+    assert sorted(p.name for p in (run / "sft").iterdir()) == ["model"], "checkpoints go once the model is there"
+
+    run.record_stage("rl", 0.3, done=True)
+    assert roles.control(run, c, 0, threading.Event()) == 0
+    more = steps(run, "control")
+    assert len(more) >= 1 and more[0]["loss"] < done[0]["loss"] / 2, "it starts from the warm start"
+    assert sum(sum(r["time"].values()) for r in more) < 3
+    assert (run / "control" / "model" / "tokenizer.json").is_file()
+    assert roles.main(run, c, 0, threading.Event()) == 0 and len(steps(run)) == len(done), "done is done"
+
+
+class StopAfter(threading.Event):
+    """Is set after it was asked `n` times."""
+
+    def __init__(self, n: int):
+        super().__init__()
+        self.left = n
+
+    def is_set(self) -> bool:
+        self.left -= 1
+        return self.left < 0
+
+
+@pytest.mark.parametrize("end", ["stop", "death"])
+def test_interrupted_it_goes_on_bit_for_bit(tmp_path: Path, end: str) -> None:
+    c = sft_config()
+    whole, broken = run_dir(tmp_path / "whole"), run_dir(tmp_path / "broken")
+    assert fine_tune(whole, c, plan(c), 0, examples(c), threading.Event()) == 0
+    if end == "stop":
+        assert fine_tune(broken, c, plan(c), 0, examples(c), StopAfter(3)) == 75
+    else:
+
+        def die(model: Model) -> float:
+            raise MemoryError
+
+        measured = plan(c, measure_every=3)
+        with pytest.raises(MemoryError):
+            fine_tune(broken, c, measured, 0, examples(c), threading.Event(), solve_rate=die)
+    latest = checkpoint.latest_complete(RunDir(broken / "sft"))
+    assert latest is not None and latest.name == ("step_3" if end == "stop" else "step_2")
+    assert not (broken / "sft" / "model").exists()
+    assert fine_tune(broken, c, plan(c), 0, examples(c), threading.Event()) == 0
+    a, b = weights(whole / "sft" / "model"), weights(broken / "sft" / "model")
+    assert all(torch.equal(a[n], b[n]) for n in a)
+
+
+def test_the_solve_rate_sees_wrong_answers_and_errors() -> None:
+    c = sft_config()
+    rate: Callable[[Model], float] = roles.greedy_solve_rate(c, 8, [Next(c.envs[0], seed=0)], of_run(c))
+    from tests.trainer.helpers import state_of
+
+    model = state_of(c).model
+    with torch.no_grad():
+        model.lm_head_weight.zero_()
+        assert rate(model) == 0
+        model.lm_head_weight.fill_(float("nan"))
+    assert rate(model) == 0
