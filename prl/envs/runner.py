@@ -220,9 +220,11 @@ async def _in_thread(env: str, function: Callable[..., Any], *args: Any) -> Any:
                 inner.call_soon_threadsafe(task.cancel)
         _abandoned[thread] = time.monotonic()
         raise
-    if error is not None:
-        raise error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}")
-    return result
+    if error is None:
+        return result
+    if isinstance(error, Exception) and not isinstance(error, StopIteration):
+        raise error
+    raise RuntimeError(f"{type(error).__name__}: {error}") from error  # what no coroutine may raise
 
 
 def _checked(turn: Any) -> Turn:

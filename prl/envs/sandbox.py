@@ -307,12 +307,15 @@ def _become_the_snippet(request: dict[str, Any], output: int) -> None:
     for source, target in ((null, 0), (output, 1), (output, 2)):
         os.dup2(source, target)
     _call("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    processes = request["processes"]
     if os.geteuid() == 0:
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
         os.setresuid(NOBODY, NOBODY, NOBODY)
+    else:
+        processes += 2  # the keeper's child and the first process are this user's too
     _limit(request)
-    resource.setrlimit(resource.RLIMIT_NPROC, (request["processes"], request["processes"]))
+    resource.setrlimit(resource.RLIMIT_NPROC, (processes, processes))
     os.execve(request["python"], [request["python"], "-I", "/tmp/snippet.py"], _environment("/tmp"))
 
 
