@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from prl.config.schema import RunConfig
-from prl.monitor.history import LEADERS, History, Record, RunFolder, Tail, statuses
+from prl.monitor.history import History, Record, RunFolder, Tail, stage_of, statuses
 from prl.monitor.summary import duration, mean, shown
 
 log = logging.getLogger(__name__)
@@ -52,9 +52,9 @@ class View:
         for record in self._tail.read():
             self.history.add(record)
         self.roles = statuses(self.run)
-        signs = {role: s.get("t", 0.0) for role, s in self.roles.items() if role in LEADERS}
-        if signs:
-            self.stage = LEADERS[max(signs, key=lambda role: signs[role])]
+        if self.roles:
+            newest = max(self.roles, key=lambda role: self.roles[role].get("t", 0.0))
+            self.stage = stage_of({"role": newest})
 
     @property
     def _leader(self) -> str:

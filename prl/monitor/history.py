@@ -65,13 +65,13 @@ def statuses(run: RunFolder) -> dict[str, Record]:
     return found
 
 
-LEADERS = {"sft": "sft", "trainer": "rl", "control": "control", "evaluate": "control"}
-"""The role whose signs tell that a stage is under way. What "evaluate" measures is the control's model."""
+STAGES = {"sft": "sft", "control": "control", "evaluate": "control"}
+"""The roles that are not of the RL phase. What "evaluate" measures is the control's model."""
 
 
 def stage_of(record: Record) -> str:
     """sft, rl or control, by the record's role."""
-    return LEADERS.get(str(record.get("role", "")).partition("-")[0], "rl")
+    return STAGES.get(str(record.get("role", "")).partition("-")[0], "rl")
 
 
 class History:

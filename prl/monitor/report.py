@@ -5,7 +5,7 @@ Figures are plain plotly dictionaries and made by pure functions of the history;
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -19,7 +19,7 @@ from plotly.offline import get_plotlyjs
 from prl.config.load import dump, load_resolved
 from prl.config.schema import RunConfig
 from prl.monitor.history import History, Record, RunFolder, load_history
-from prl.monitor.summary import LAST, dropped_rollouts, duration, shown, summarise
+from prl.monitor.summary import LAST, dropped_text, duration, shown, summarise
 
 BLUE, TEAL, ORANGE, PURPLE, RED, GREY, PALE = "#2f6fde", "#129a83", "#d97b16", "#8457c9", "#cf3f4f", "#8b93a1", "#d9dde4"
 SPAN_COLOURS = {"train": BLUE, "publish": PURPLE, "checkpoint": RED, "update": ORANGE, "evaluation": TEAL, "wait": PALE}
@@ -124,14 +124,17 @@ def staleness(h: History) -> Figure | None:
 
 def dropped(h: History) -> Figure | None:
     """Rollouts that were not trained, by length and reason."""
-    by_reason = dropped_rollouts(h)
+    by_reason: dict[str, Counter[int]] = defaultdict(Counter)
+    for record in h.steps["orchestrator"].values():
+        for reason, by_length in (record.get("dropped_by_length") or {}).items():
+            by_reason[reason].update({int(bound): n for bound, n in by_length.items()})
     lengths = sorted({length for by_length in by_reason.values() for length in by_length})
     data = [
         {"type": "bar", "name": reason, "x": [f"≤ {n}" for n in lengths], "y": [by_length[n] for n in lengths]}
         | {"marker": {"color": colour}}
         for (reason, by_length), colour in zip(sorted(by_reason.items()), COLOURS, strict=False)
     ]
-    layout: dict[str, Any] = {"barmode": "stack", "xaxis": {"type": "category"}, "hovermode": "closest"}
+    layout: dict[str, Any] = {"barmode": "stack", "xaxis": {"type": "category"}, "hovermode": "closest", "showlegend": True}
     return figure(data, "tokens", "rollouts", **layout) if data else None
 
 
@@ -274,7 +277,7 @@ CARDS = (
         "staleness", "Staleness", staleness, "Steps between the weights of a rollout's oldest token and those that it trained."
     ),
     Card("dropped", "Dropped rollouts", dropped, "Generated, but not trained, by length and by reason."),
-    Card("experts", "Expert load", experts, f"Tokens per expert in the last {LAST} steps, padding excluded."),
+    Card("experts", "Expert load", experts, f"Tokens per expert in the last {LAST} steps, padding excluded.", wide=True),
     Card(
         "timeline",
         "Who did what when",
@@ -307,7 +310,7 @@ def tiles(s: dict[str, Any]) -> list[tuple[str, str, str]]:
         ("control", shown(s["held_out_control"]), f"more SFT, {s['control_steps']} steps" if s["control_steps"] else "not run"),
         ("mismatch KL", shown(s["mismatch_kl"], ".1e"), f"last {LAST} steps; own version {shown(s['mismatch_kl_own'], '.1e')}"),
         ("staleness", shown(s["staleness_max"], "d"), f"at most; mean {shown(s['staleness_mean'], '.2f')}"),
-        ("rollouts trained", f"{s['rollouts_trained']:,}", f"{s['rollouts_dropped']:,} dropped"),
+        ("rollouts trained", f"{s['rollouts_trained']:,}", dropped_text(s)),
         ("without own route", shown(s["unrouted_fraction"], ".2%"), f"recaptured {shown(s['recaptured_fraction'], '.2%')}"),
         ("wall time", duration(s["wall_s"]), f"RL {duration(s['rl_wall_s'])}, {shown(s['rl_steps_per_s'], '.2f')} steps/s"),
     ]

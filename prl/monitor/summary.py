@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from typing import Any
 
 import orjson
@@ -43,12 +43,11 @@ def trained_rollouts(run: RunFolder) -> int:
     return len({id for ids in by_step.values() for id in ids})
 
 
-def dropped_rollouts(history: History) -> dict[str, Counter[int]]:
-    """By reason, and by the upper bound of their length in tokens."""
-    total: dict[str, Counter[int]] = defaultdict(Counter)
+def dropped_rollouts(history: History) -> Counter[str]:
+    """Rollouts that were finished and not trained, by reason."""
+    total: Counter[str] = Counter()
     for record in history.steps["orchestrator"].values():
-        for reason, by_length in (record.get("dropped") or {}).items():
-            total[reason].update({int(bound): n for bound, n in by_length.items()})
+        total.update(record.get("dropped") or {})
     return total
 
 
@@ -62,7 +61,7 @@ def summarise(run: RunFolder, config: RunConfig, history: History) -> dict[str, 
     steps = history.steps["trainer"]
     latest = [steps[s] for s in sorted(steps)[-LAST:]]
     staleness = history.staleness()
-    dropped = {reason: by_length.total() for reason, by_length in sorted(dropped_rollouts(history).items())}
+    dropped = dropped_rollouts(history)
     times = [r["t"] for r in steps.values()]
     wall_rl = max(times) - min(times) if times else None
     return {
@@ -83,8 +82,8 @@ def summarise(run: RunFolder, config: RunConfig, history: History) -> dict[str, 
         "unrouted_fraction": weighted(history, "unrouted_fraction"),
         "recaptured_fraction": weighted(history, "recaptured_fraction"),
         "rollouts_trained": trained_rollouts(run),
-        "rollouts_dropped": sum(dropped.values()),
-        "rollouts_dropped_by": dropped,
+        "rollouts_dropped": dropped.total(),
+        "rollouts_dropped_by": dict(sorted(dropped.items())),
         "steps": max(steps, default=0),
         "steps_planned": config.trainer.steps,
         "steps_skipped": max((r.get("skipped", 0) for r in steps.values()), default=0),
@@ -94,7 +93,9 @@ def summarise(run: RunFolder, config: RunConfig, history: History) -> dict[str, 
         "rl_wall_s": wall_rl,
         "rl_steps_per_s": (len(times) - 1) / wall_rl if wall_rl else None,
         "waited_s": {role: round(waits.total(), 3) for role, waits in sorted(history.waited.items())},
-        "rss_mb": {n: max(r.get("rss_mb", 0) for r in h.values()) for n, h in history.steps.items() if h},
+        "rss_mb": {
+            role: peak for role, h in sorted(history.steps.items()) if (peak := max(r.get("rss_mb", 0) for r in h.values()))
+        },
     }
 
 
@@ -117,6 +118,11 @@ def duration(seconds: float | None) -> str:
         return "–"
     minutes, s = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02}:{s:02}" if minutes >= 60 else f"{minutes}:{s:02}"
+
+
+def dropped_text(summary: dict[str, Any]) -> str:
+    by = ", ".join(f"{reason} {n:,}" for reason, n in summary["rollouts_dropped_by"].items())
+    return f"dropped {summary['rollouts_dropped']:,}" + (f": {by}" if by else "")
 
 
 def table(summary: dict[str, Any]) -> Table:
@@ -143,7 +149,7 @@ def table(summary: dict[str, Any]) -> Table:
             shown(s["unrouted_fraction"], ".2%"),
             f"recaptured {shown(s['recaptured_fraction'], '.2%')}",
         ),
-        ("rollouts trained", str(s["rollouts_trained"]), f"dropped {s['rollouts_dropped']}"),
+        ("rollouts trained", str(s["rollouts_trained"]), dropped_text(s)),
         ("RL phase", duration(s["rl_wall_s"]), f"{shown(s['rl_steps_per_s'], '.2f')} steps/s"),
     ):
         out.add_row(name, value, note)

@@ -70,7 +70,8 @@ def records(steps: int, *, sft_steps: int = 60, control: bool = True, step_s: fl
             "reward": rate + 0.02 * rng.random(),
             "solve_rate": rate,
             "staleness": {"0": 100, "1": 140 + step % 7, "2": 16},
-            "dropped": {"stale": {"32": step % 3}, "solved": {"32": 8, "64": step % 2}},
+            "dropped": {"stale": step % 3, "solved": 8 + step % 2},
+            "dropped_by_length": {"stale": {"32": step % 3}, "solved": {"32": 8, "64": step % 2}},
             "filtered": 2,
             "rss_mb": 200.0,
         }
