@@ -102,10 +102,11 @@ def _serve(config: RunConfig, host: str, port: int, run: RunDir) -> int:
             print(f"error: cannot listen on {host}:{port}: {e.strerror}; choose another --port, or 0 for any", file=sys.stderr)
             return 1
         print(f"http://{host}:{bound}  secret: {run.secret_path}", flush=True)
-        while not stop.is_set() and server.failure is None:
+        while not stop.is_set() and not server.failure:
             await asyncio.sleep(0.1)
+        failure = server.failure
         await server.close()
-        return 0 if server.failure is None else 1
+        return 1 if failure else 0
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(serve())

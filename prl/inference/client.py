@@ -168,7 +168,10 @@ class Client:
         failures: list[str] = []
         base = request.request_id or secrets.token_hex(8)
         while len(failures) < self._attempts:
-            replica, salt = await self._place(request.session, deadline)
+            try:
+                replica, salt = await self._place(request.session, deadline)
+            except EngineError as e:
+                raise EngineError("; ".join([*failures, str(e)])) from None
             # An attempt has an id of its own: the replica may not have noticed yet that the one before is gone.
             request_id = f"{base}~{len(failures)}" if failures else base
             body = write_request(request, request_id=request_id, cache_salt=request.cache_salt or salt, stream=stream)
@@ -276,14 +279,15 @@ class Client:
                 return placed
             if live:
                 replica = min(live, key=lambda r: (self._in_flight.get(r, 0), r.name))
-                try:
-                    if replica not in self._confirmed:
-                        await self._version(replica, deadline)
+                if (version := self._confirmed.get(replica)) is not None:
                     if session:
-                        self._sessions[session] = (replica, str(self._confirmed[replica]))
+                        self._sessions[session] = (replica, str(version))
                         if len(self._sessions) > SESSIONS:
                             self._sessions.popitem(last=False)
-                    return replica, str(self._confirmed[replica])
+                    return replica, str(version)
+                try:
+                    await self._version(replica, deadline)
+                    continue  # others may have been placed meanwhile
                 except _Dead:
                     self._avoid_until[replica] = self._clock() + BACKOFF_S
             if self._clock() >= deadline:

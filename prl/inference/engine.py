@@ -152,6 +152,7 @@ class Engine:
         self._out: list[Event] = []
         self._scored: dict[str, Scored] = {}
         self._weights = dict(model.state_dict())
+        self._head_VD = self._wide_head()
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -178,12 +179,16 @@ class Engine:
         if request.max_tokens < 1:
             raise RequestError("max_tokens", f"{request.max_tokens}, expected at least 1")
         self._check_tokens(request.tokens, request.max_tokens)
-        if not (np.isfinite(request.temperature) and request.temperature >= 0):
-            raise RequestError("temperature", f"{request.temperature}, expected a finite number of at least 0")
+        if not (request.temperature == 0 or 1e-5 <= request.temperature <= 1e5):
+            raise RequestError("temperature", f"{request.temperature}, expected 0 (greedy) or 1e-5 to 1e5")
         if not 0 < request.top_p <= 1:
             raise RequestError("top_p", f"{request.top_p}, expected above 0 and at most 1")
         if request.top_k < 0:
             raise RequestError("top_k", f"{request.top_k}, expected 0 (off) or more")
+        if any(not 0 <= t < self.spec.vocab_size for t in request.stop_token_ids):
+            raise RequestError(
+                "stop_token_ids", f"{request.stop_token_ids}, expected tokens of the vocabulary of {self.spec.vocab_size}"
+            )
         if not 0 <= request.routes_from <= prompt:
             raise RequestError(
                 "routed_experts_prompt_start", f"{request.routes_from}, expected 0 to {prompt}, the prompt's length"
@@ -246,6 +251,7 @@ class Engine:
         with torch.no_grad():
             for name, own in self._weights.items():
                 own.copy_(tensors[name])
+        self._head_VD = self._wide_head()
         self.version = version
 
     def reset_prefix_cache(self) -> None:
@@ -305,7 +311,8 @@ class Engine:
             self._known[row], self._done[row], self._limit[row] = prompt, sequence.cached, prompt + request.max_tokens
             self._due[row] = prompt + sequence.stream_interval if sequence.stream_interval else np.iinfo(np.int64).max
             self._chunk[row], self._scoring[row] = sequence.chunk, sequence.scoring
-            self._temperature[row], self._top_p[row], self._top_k[row] = request.temperature, request.top_p, request.top_k
+            self._temperature[row], self._top_p[row] = request.temperature, request.top_p
+            self._top_k[row] = min(request.top_k, self.spec.vocab_size)
             if not sequence.scoring:
                 self._noise[row, prompt : prompt + request.max_tokens] = noise(request.seed, prompt, request.max_tokens)
             stops = request.stop_token_ids
@@ -359,9 +366,12 @@ class Engine:
             self._end(self._running[int(row)], "length")
 
     def _logits(self, hidden_TD: Tensor) -> Tensor:
-        weight_VD: Tensor = self.model.lm_head_weight  # type: ignore[assignment]
-        wide = torch.promote_types(hidden_TD.dtype, torch.float32)
-        return F.linear(hidden_TD.to(wide), weight_VD.to(wide))
+        return F.linear(hidden_TD.to(self._head_VD.dtype), self._head_VD)
+
+    def _wide_head(self) -> Tensor:
+        """The LM head in the wider of float32 and its type: the model's own tensor, or a copy made once per version."""
+        weight_VD: Tensor = self.model.lm_head_weight.detach()  # type: ignore[operator]
+        return weight_VD.to(torch.promote_types(weight_VD.dtype, torch.float32))
 
     def _sample(self, hidden_BD: Tensor, rows: np.ndarray) -> None:
         at = self._known[rows]

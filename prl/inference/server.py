@@ -259,7 +259,7 @@ class Server:
         self.engine, self.stream_interval = engine, stream_interval
         self.driver = Driver(engine, self._deliver, self._on_failure, metrics)
         self.updater = Updater(self.driver, store, poll_s, metrics) if store is not None else None
-        self.failure: BaseException | None = None
+        self.failure = ""
         self._expected = f"Bearer {secret}".encode()
         self._listeners: dict[str, Callable[[Event], None]] = {}  # by the engine's id
         self._ids: dict[str, str] = {}  # the caller's request id → the engine's
@@ -300,6 +300,7 @@ class Server:
         if self.updater is not None:
             self.updater.stop()
         self.driver.stop()
+        self._give_up("the server stops")  # callers may go to another replica at once
         await self._runner.cleanup()
         await asyncio.to_thread(self.driver.join, 5.0)
 
@@ -314,12 +315,13 @@ class Server:
                 listener(event)
 
     def _on_failure(self, error: BaseException) -> None:
-        def tell() -> None:
-            self.failure = error
-            nothing = no_generation(self.engine.name, "error")
-            self._hand_out([Event(i, nothing, error=f"the engine has stopped: {error}") for i in self._listeners])
+        self._loop.call_soon_threadsafe(self._give_up, f"the engine has stopped: {type(error).__name__}: {error}")
 
-        self._loop.call_soon_threadsafe(tell)
+    def _give_up(self, failure: str) -> None:
+        """Answer 503 from now on, to those who wait too."""
+        self.failure = self.failure or failure
+        nothing = no_generation(self.engine.name, "error")
+        self._hand_out([Event(i, nothing, error=failure) for i in self._listeners])
 
     # -- HTTP ----------------------------------------------------------------------------------------------------------
 
@@ -342,8 +344,8 @@ class Server:
         name = request.request_id
         if name in self._ids:
             raise RequestError("request_id", f"{name!r} is running already")
-        if self.failure is not None:
-            return _error(503, f"the engine has stopped: {self.failure}")
+        if self.failure:
+            return _error(503, self.failure)
         # The engine gets an id of its own, so that nothing of an aborted request can reach one that bears its name again.
         request.request_id = self._ids[name] = f"{next(self._numbers)}"
         respond = self._stream if body.stream else self._respond
@@ -511,7 +513,7 @@ async def _serve(server: Server, run: RunDir, name: str, status: Status, metrics
     host = os.environ.get("PRL_HOST", "127.0.0.1")
     run.announce(name, host=host, port=await server.start(host))
     before, t = server.engine.stats(), time.time()
-    while not stop.is_set() and server.failure is None:
+    while not stop.is_set() and not server.failure:
         await asyncio.sleep(0.2)
         stats, now = server.engine.stats(), time.time()
         if now - t >= REPORT_S:
@@ -520,8 +522,9 @@ async def _serve(server: Server, run: RunDir, name: str, status: Status, metrics
             status.set(phase="serving", step=stats["version"], tokens_per_s=rate["generated_per_s"], running=stats["running"])
             before, t = stats, now
         status.beat()
+    failure = server.failure
     await server.close()
-    return 0 if server.failure is None else 1
+    return 1 if failure else 0
 
 
 def start_of(run: RunDir, config: RunConfig) -> Path | dict[str, Any]:

@@ -40,7 +40,7 @@ class SamplingParams(msgspec.Struct, forbid_unknown_fields=True):
     """0 or −1: off."""
     seed: int | None = None
     """None: noise of its own."""
-    stop_token_ids: list[int] = []
+    stop_token_ids: list[TokenId] = []
     logprobs: int | None = None
     """None: not returned; 0: of the sampled tokens."""
     ignore_eos: bool = True
@@ -144,8 +144,8 @@ def write_choice(generation: Generation, *, logprobs: bool, moe_layers: Sequence
         }
         if logprobs
         else None,
-        "routed_experts": _write_npy(_all_layers(generation.routes, moe_layers, n_layers)),
-        "selections": _write_npy(generation.selections),
+        "routed_experts": write_npy(_all_layers(generation.routes, moe_layers, n_layers)),
+        "selections": write_npy(generation.selections),
         "weight_versions": spans(generation.versions) if generation.finish_reason else None,
     }
 
@@ -168,19 +168,16 @@ def _npy_header(dtype: np.dtype, shape: tuple[int, ...]) -> bytes:
 
 
 @lru_cache(4096)
-def _parse_npy_header(magic: bytes, header: bytes) -> tuple[tuple[int, ...], np.dtype]:
+def _parse_npy_header(version: int, header: bytes) -> tuple[tuple[int, ...], np.dtype]:
     """NumPy evaluates the header as Python source, which takes longer than all the rest of a short answer."""
-    version = (magic[6], magic[7])
-    read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}.get(version)
-    if magic[:6] != np.lib.format.MAGIC_PREFIX or read is None:
-        raise ValueError(f"expected .npy bytes of version 1.0 or 2.0, found {magic!r}")
+    read = np.lib.format.read_array_header_1_0 if version == 1 else np.lib.format.read_array_header_2_0
     shape, fortran_order, dtype = read(io.BytesIO(header))
     if fortran_order or dtype.hasobject:
         raise ValueError(f"expected a C-ordered array of numbers, found {header!r}")
     return shape, dtype
 
 
-def _write_npy(array: np.ndarray | None) -> str | None:
+def write_npy(array: np.ndarray | None) -> str | None:
     if array is None:
         return None
     return base64.b64encode(_npy_header(array.dtype, array.shape) + array.tobytes()).decode()
@@ -191,9 +188,11 @@ def _read_npy(text: str | None) -> np.ndarray | None:
     if text is None:
         return None
     raw = base64.b64decode(text)
-    size = 2 if raw[6:7] == b"\x01" else 4
+    if raw[:6] != np.lib.format.MAGIC_PREFIX or raw[6:7] not in (b"\x01", b"\x02"):
+        raise ValueError(f"expected .npy bytes of version 1 or 2, found {raw[:8]!r}")
+    size = 2 if raw[6] == 1 else 4
     end = 8 + size + int.from_bytes(raw[8 : 8 + size], "little")
-    shape, dtype = _parse_npy_header(raw[:8], raw[8:end])
+    shape, dtype = _parse_npy_header(raw[6], raw[8:end])
     return np.frombuffer(raw, dtype, offset=end).reshape(shape)
 
 
