@@ -107,6 +107,8 @@ class Sample:
                 raise ValueError(f"sample.routes: expert id {int(self.routes[self.routed].max())}, the model has {n_experts}")
         elif self.routed.any():
             raise ValueError("sample.routed: rows marked, but sample.routes is missing")
+        if self.selections is not None and (self.selections.ndim != 3 or self.selections.dtype != np.int32):
+            raise ValueError(f"sample.selections: {self.selections.dtype} {self.selections.shape}, expected int32 [T, L, k]")
         if n and self.trainable[0]:
             raise ValueError("sample.trainable: the first token has no logits that score it")
         if (self.versions[self.trainable] < 0).any():
@@ -163,8 +165,10 @@ def _optional_like(parts: Sequence[Sample], name: str) -> np.ndarray | None:
     have = [a for p in parts if (a := getattr(p, name)) is not None]
     if not have:
         return None
-    if len({(a.shape[1:], a.dtype) for a in have}) > 1:
-        raise ValueError(f"sample.{name}: parts differ in shape or dtype: {sorted({(str(a.shape[1:]), str(a.dtype)) for a in have})}")
+    kinds = {(a.shape[1:], a.dtype) for a in have}
+    if len(kinds) > 1:
+        found = ", ".join(sorted(f"{dtype} {list(shape)}" for shape, dtype in kinds))
+        raise ValueError(f"sample.{name}: parts differ in shape or dtype: {found}")
     return have[0]
 
 

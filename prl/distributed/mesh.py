@@ -105,13 +105,14 @@ def join(run: Rendezvous, rank: int, world: int, *, start_s: float, wait_s: floa
     host = os.environ.get("PRL_HOST", "127.0.0.1")
     if host.startswith("127."):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store = _open_store(run, host, start_s) if rank == 0 else _find_store(run, start_s)
+    store = _open_store(run, host) if rank == 0 else _find_store(run, start_s)
+    store.set_timeout(timedelta(seconds=start_s))
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=wait_s))
     return Mesh(rank, world, device, init_device_mesh(device.type, (world,), mesh_dim_names=("data",)))
 
 
-def _open_store(run: Rendezvous, host: str, timeout_s: float) -> dist.TCPStore:
+def _open_store(run: Rendezvous, host: str) -> dist.TCPStore:
     # TCPStore would listen on every interface; a socket of ours keeps it on the job's.
     listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
@@ -119,7 +120,6 @@ def _open_store(run: Rendezvous, host: str, timeout_s: float) -> dist.TCPStore:
         host,
         port,
         is_master=True,
-        timeout=timedelta(seconds=timeout_s),
         wait_for_workers=False,
         master_listen_fd=listener.detach(),
     )
@@ -132,12 +132,13 @@ def _find_store(run: Rendezvous, timeout_s: float) -> dist.TCPStore:
     deadline = time.monotonic() + timeout_s
     while True:
         address = run.find(STORE, max(deadline - time.monotonic(), 0))
+        host, port = address["host"], address["port"]
         try:
-            return dist.TCPStore(address["host"], address["port"], timeout=timedelta(seconds=2), wait_for_workers=False)
-        except (dist.DistNetworkError, dist.DistStoreError) as e:
+            socket.create_connection((host, port), timeout=2).close()  # TCPStore itself would retry for long
+            return dist.TCPStore(host, port, wait_for_workers=False)
+        except (OSError, dist.DistError) as e:
             if time.monotonic() > deadline:
-                where = f"{address['host']}:{address['port']}"
                 raise TimeoutError(
-                    f"the trainer's rank 0 announced {where}, which did not answer within {timeout_s:g} s"
+                    f"the trainer's rank 0 announced {host}:{port}, which did not answer within {timeout_s:g} s"
                 ) from e
             time.sleep(0.05)

@@ -63,7 +63,7 @@ def inputs(mb: MicroBatch, device: torch.device, *, replay: bool, replay_selecti
     """Tensors of a micro-batch. ValueError where a document's first token is trainable: no logits score it."""
     s = mb.sample
     starts = np.cumsum(mb.lengths) - mb.lengths
-    if s.trainable[starts].any():
+    if s.trainable[starts[mb.lengths > 0]].any():
         raise ValueError("micro-batch: the first token of a document is trainable, but no logits of the document score it")
     rows = np.flatnonzero(shift_left(s.trainable, False))
     empty = len(rows) == 0
