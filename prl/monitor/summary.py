@@ -94,7 +94,9 @@ def summarise(run: RunFolder, config: RunConfig, history: History) -> dict[str, 
         "rl_steps_per_s": (len(times) - 1) / wall_rl if wall_rl else None,
         "waited_s": {role: round(waits.total(), 3) for role, waits in sorted(history.waited.items())},
         "rss_mb": {
-            role: peak for role, h in sorted(history.steps.items()) if (peak := max(r.get("rss_mb", 0) for r in h.values()))
+            role: peak
+            for role, h in sorted(history.steps.items())
+            if (peak := max((r.get("rss_mb", 0) for r in h.values()), default=0))
         },
     }
 
