@@ -33,6 +33,15 @@ class Block(nn.Module):
         return x + x @ self.weight.to(x.dtype)
 
 
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.weight * x).sum()
+
+
 def rank(root: Path, index: int) -> None:
     """What each process does; its findings go to <root>/<index>.json."""
     run = RunDir(root)
@@ -54,6 +63,10 @@ def rank(root: Path, index: int) -> None:
             grad = root_module[0].weight.grad  # type: ignore[union-attr]
             found[f"grad {compute}"] = full(grad).tolist()  # type: ignore[arg-type]
             found[f"dtype {compute}"] = [str(grad.dtype), str(local(grad).dtype), str(root_module[0].seen[0])]  # type: ignore[union-attr, index, arg-type]
+        scale = Scale()
+        shard(scale, [], [], mesh.data, compute=torch.bfloat16, master=torch.float32)
+        scale(torch.tensor([256.0, 1.0, 0.0][index], dtype=torch.bfloat16)).backward()
+        found["257"] = full(scale.weight.grad).tolist()  # type: ignore[arg-type]
     (root / f"{index}.json").write_text(json.dumps(found))
 
 
@@ -79,6 +92,7 @@ def test_ranks_meet_sum_and_gather(tmp_path: Path) -> None:
     # Reduced and kept in float32, computed in bfloat16.
     torch.testing.assert_close(torch.tensor(found[0]["grad torch.bfloat16"]), expected, rtol=2e-2, atol=2e-2)
     assert found[0]["dtype torch.bfloat16"] == ["torch.float32", "torch.float32", "torch.bfloat16"]
+    assert found[0]["257"] == [257] * 3, "bfloat16 would have made 256 of it"
 
 
 def test_the_store_listens_on_the_jobs_interface_alone(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from prl.layers.layout import PackedLayout
 from prl.models.base import ForwardInput
 from prl.samples import Batch, Rollout, Sample, concatenate, pack, truncate
 from prl.trainer import losses, nonfinite
-from prl.trainer.step import inputs, loss_share, mismatch, route_counts
+from prl.trainer.step import inputs, loss_share, mismatch, route_counts, why_skip
 from tests.trainer.helpers import ALONE, LAYERS, bits, config, rollouts, sample, state_of, stepper_of
 
 DPPO = config().trainer.loss
@@ -218,6 +218,23 @@ def test_a_step_that_is_not_finite_is_skipped_kept_and_limited(tmp_path: Path, f
     assert not good.skipped and np.isfinite(good.grad_norm)
 
 
+def test_a_finite_loss_with_a_gradient_that_is_not_is_skipped() -> None:
+    """Both of NaN's ways in must be watched: here the loss and every logprob are finite."""
+    stepper = stepper_of(config())
+    head = stepper.state.params["lm_head.weight"]
+    head.register_hook(lambda grad: torch.full_like(grad, torch.nan))
+    before = head.detach().clone()
+    report = stepper(whole(rollouts(6)))
+    assert report.skipped == "the gradient's norm is nan" and np.isfinite(report.loss)
+    assert torch.equal(head, before)
+
+
+def test_why_skip_names_each_reason() -> None:
+    assert why_skip(1.0, 1.0, 0) == ""
+    assert why_skip(np.nan, np.inf, 2) == "2 trainer logprobs are not finite; the loss is nan; the gradient's norm is inf"
+    assert why_skip(-np.inf, 1.0, 0) == "the loss is -inf"
+
+
 def test_lr_0_leaves_every_bit_alone() -> None:
     stepper = stepper_of(config(optim={"lr": 0.0, "weight_decay": 0.1}))
     with torch.no_grad():
@@ -264,7 +281,7 @@ def test_bfloat16_keeps_float32_masters_and_moments() -> None:
     assert published["lm_head.weight"].dtype == torch.bfloat16
     # Updates under bfloat16's resolution add up in the masters.
     head = state.params["lm_head.weight"]
-    assert 0 < float((head - before["lm_head.weight"]).abs().max()) < 1e-4
+    assert 0 < (head - before["lm_head.weight"]).abs().max().item() < 1e-4
 
 
 def test_truncation_keeps_alignment_through_the_step() -> None:
