@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
-import threading
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -60,7 +59,7 @@ def _config(source: Path, overrides: Sequence[str]) -> RunConfig:
 
 
 def _serve(config: RunConfig, host: str, port: int, run: RunDir) -> int:
-    """The exit code; OSError where the port is taken ends with 1 and says so."""
+    """Until a signal; the exit code."""
     if config.inference.engine == "vllm":
         missing = "" if find_spec("vllm") else " and vLLM is not installed"
         print(
@@ -91,9 +90,6 @@ def _serve(config: RunConfig, host: str, port: int, run: RunDir) -> int:
         return 2
     run.create()
     server = Server(engine_of(model, config, "prl.serve"), run.secret, stream_interval=config.inference.stream_interval)
-    stop = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stop.set())
 
     async def serve() -> int:
         try:
@@ -101,6 +97,9 @@ def _serve(config: RunConfig, host: str, port: int, run: RunDir) -> int:
         except OSError as e:
             print(f"error: cannot listen on {host}:{port}: {e.strerror}; choose another --port, or 0 for any", file=sys.stderr)
             return 1
+        stop = asyncio.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
         print(f"http://{host}:{bound}  secret: {run.secret_path}", flush=True)
         while not stop.is_set() and not server.failure:
             await asyncio.sleep(0.1)

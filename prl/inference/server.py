@@ -1,8 +1,7 @@
 """The embedded engine behind HTTP, with vLLM's routes and fields. Every path but /health demands the run's secret.
 
-Three threads: the event loop (HTTP), `Driver` (owns the engine, steps it) and `Updater` (pulls weight versions). What a step
-finished reaches the event loop in one call; what the event loop wants of the engine is a function the driver runs between
-two steps.
+The event loop's thread answers requests; the engine lives in the driver's. What a step finished reaches the event loop in one
+call.
 """
 
 from __future__ import annotations
@@ -10,15 +9,12 @@ from __future__ import annotations
 import asyncio
 import hmac
 import itertools
-import logging
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
-from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import orjson
@@ -28,6 +24,7 @@ from aiohttp import web
 
 from prl.config.schema import RunConfig
 from prl.inference.api import GenerateRequest
+from prl.inference.driver import Driver, Updater
 from prl.inference.engine import Engine, Event, RequestError, no_generation
 from prl.inference.wire import FieldError, decode, read_request, write_choice
 from prl.models.base import Model
@@ -36,190 +33,10 @@ from prl.models.spec import read_spec
 from prl.monitor.metrics import Metrics
 from prl.monitor.status import Status
 from prl.transport.run_dir import RunDir
-from prl.transport.weights import WeightStore, WeightStoreError
-
-T = TypeVar("T")
-log = logging.getLogger(__name__)
+from prl.transport.weights import WeightStore
 
 MAX_BODY = 64 << 20
-IDLE_SPAN_S, REPORT_S = 0.05, 2.0
-
-
-class Driver(threading.Thread):
-    """Owns the engine and steps it. `deliver` gets the events of a step, in this thread; `failed` an error that ended it."""
-
-    def __init__(
-        self,
-        engine: Engine,
-        deliver: Callable[[list[Event]], None],
-        failed: Callable[[BaseException], None],
-        metrics: Metrics | None = None,
-    ):
-        super().__init__(name="engine", daemon=True)
-        self.engine, self._deliver, self._failed, self._metrics = engine, deliver, failed, metrics
-        self._commands: deque[tuple[Callable[[Engine], Any], Future[Any] | None]] = deque()
-        self._wake, self._stop_asked = threading.Event(), False
-        self._drained: list[Future[None]] = []
-        self.paused = self.frozen = self._updating = False
-
-    def post(self, function: Callable[[Engine], Any]) -> None:
-        """Run `function(engine)` between two steps."""
-        self._commands.append((function, None))
-        self._wake.set()
-
-    def call(self, function: Callable[[Engine], T]) -> Future[T]:
-        """`post` with a future of the result."""
-        future: Future[T] = Future()
-        self._commands.append((function, future))
-        self._wake.set()
-        return future
-
-    def pause(self, mode: str, clear_cache: bool) -> Future[None]:
-        """Admit nothing more. `abort` ends what there is, `keep` freezes it, `wait`: the future is done when it has ended."""
-        done: Future[None] = Future()
-
-        def apply(engine: Engine) -> None:
-            self.paused = True
-            self._hold()
-            if mode == "abort":
-                engine.abort()
-            if mode == "keep":
-                self.frozen = True
-            elif clear_cache:
-                engine.reset_prefix_cache()
-            if mode == "wait":
-                self._drained.append(done)
-            else:
-                done.set_result(None)
-
-        self.post(apply)
-        return done
-
-    def resume(self) -> Future[None]:
-        def apply(_: Engine) -> None:
-            self.paused = self.frozen = False
-            self._hold()
-
-        return self.call(apply)
-
-    def updating(self, on: bool) -> Future[None]:
-        """Hold new requests back from the start of a weight update to its end."""
-
-        def apply(_: Engine) -> None:
-            self._updating = on
-            self._hold()
-
-        return self.call(apply)
-
-    def _hold(self) -> None:
-        self.engine.held = self.paused or self._updating
-
-    def stop(self) -> None:
-        self._stop_asked = True
-        self._wake.set()
-
-    def run(self) -> None:
-        try:
-            while not self._stop_asked:
-                self._wake.clear()
-                self._run_commands()
-                if self.engine.ready and not self.frozen:
-                    if events := self.engine.step():
-                        self._deliver(events)
-                else:
-                    self._wait()
-                if self._drained and not self.engine.running:
-                    for future in self._drained:
-                        future.set_result(None)
-                    self._drained.clear()
-        except BaseException as e:
-            log.exception("the engine stopped")
-            self._failed(e)
-
-    def _run_commands(self) -> None:
-        while self._commands:
-            function, future = self._commands.popleft()
-            try:
-                result = function(self.engine)
-            except Exception as e:
-                if future is None:
-                    raise
-                future.set_exception(e)
-            else:
-                if future is not None:
-                    future.set_result(result)
-
-    def _wait(self) -> None:
-        t0 = time.time()
-        self._wake.wait(1.0)
-        if self._metrics is not None and time.time() - t0 > IDLE_SPAN_S:
-            what = "resume" if self.paused else "weights" if self._updating else "requests"
-            self._metrics.log("span", name="wait", what=what, t0=t0, t1=time.time())
-
-
-class Updater(threading.Thread):
-    """Pulls the newest complete version whenever there is one, unless updates are held."""
-
-    def __init__(self, driver: Driver, store: WeightStore, poll_s: float, metrics: Metrics | None = None):
-        super().__init__(name="weights", daemon=True)
-        self._driver, self._store, self._poll_s, self._metrics = driver, store, poll_s, metrics
-        self._stop_asked, self._busy = threading.Event(), threading.Lock()
-        self._held_until = 0.0
-        self.updates = 0
-
-    def hold(self, deadline_s: float) -> int:
-        """Apply no version until `release` or the deadline; waits for the end of an update under way. Returns the version."""
-        with self._busy:
-            self._held_until = time.monotonic() + deadline_s
-            return self._driver.engine.version
-
-    def release(self) -> bool:
-        """Whether updates were held until now, so that the version has not changed since `hold`."""
-        with self._busy:
-            held, self._held_until = self.held, 0.0
-            return held
-
-    @property
-    def held(self) -> bool:
-        return time.monotonic() < self._held_until
-
-    def stop(self) -> None:
-        self._stop_asked.set()
-
-    def run(self) -> None:
-        refused = -1
-        while not self._stop_asked.wait(self._poll_s):
-            versions = self._store.versions()
-            if not versions or versions[-1] <= max(self._driver.engine.version, refused):
-                continue
-            with self._busy:
-                if self.held:
-                    continue
-                try:
-                    self._update()
-                except (WeightStoreError, ValueError) as e:
-                    # The engine goes on with the version it has; a damaged one is told once and the next one taken.
-                    refused = versions[-1]
-                    log.error("weight version %d not applied: %s", refused, e)
-                    if self._metrics is not None:
-                        self._metrics.log("event", name="weight_update_failed", version=refused, error=str(e))
-
-    def _update(self) -> None:
-        t0 = time.time()
-        self._driver.updating(True).result()
-        try:
-            if (found := self._store.load_latest(self._driver.engine.version)) is None:
-                return
-            manifest, tensors = found
-            t1 = time.time()
-            self._driver.call(lambda engine: engine.load_weights(manifest.version, tensors)).result()
-        finally:
-            self._driver.updating(False).result()
-        self.updates += 1
-        if self._metrics is not None:
-            self._metrics.log(
-                "span", name="update", version=manifest.version, step=manifest.step, t0=t0, loaded=t1, t1=time.time()
-            )
+REPORT_S = 2.0
 
 
 class AbortBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -258,7 +75,7 @@ class Server:
     ):
         self.engine, self.stream_interval = engine, stream_interval
         self.driver = Driver(engine, self._deliver, self._on_failure, metrics)
-        self.updater = Updater(self.driver, store, poll_s, metrics) if store is not None else None
+        self.updater = Updater(self.driver, store, self._on_failure, poll_s, metrics) if store is not None else None
         self.failure = ""
         self._expected = f"Bearer {secret}".encode()
         self._listeners: dict[str, Callable[[Event], None]] = {}  # by the engine's id

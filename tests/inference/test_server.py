@@ -372,7 +372,8 @@ class TestUpdates:
             await wait_for(lambda: "weight_update_failed" in log.read_text())
             assert (await client.generate(GenerateRequest(np.array([1], np.int32), 3))).versions.tolist() == [0] * 3
             store.publish(2, 2, make_model(seed=1).state_dict().items())
-            await wait_for(lambda: server.engine.version == 2)
+            await wait_for(lambda: '"update"' in log.read_text())
+            assert server.engine.version == 2
             lines = [orjson.loads(line) for line in log.read_text().splitlines()]
             (failed,) = [e for e in lines if e.get("name") == "weight_update_failed"]
             assert failed["version"] == 1 and "missing" in failed["error"]
