@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-import msgspec
 import uvloop
 
 from prl.config.schema import RunConfig
@@ -28,8 +27,9 @@ from prl.orchestrator import advantages, curriculum, evaluation, measures
 from prl.orchestrator.curriculum import Place
 from prl.orchestrator.fates import TaskLog, open_members
 from prl.orchestrator.rounds import RoundClient
-from prl.orchestrator.scheduler import Cut, QueueTooSmall, Rules, Scheduler, SchedulerState, Work
+from prl.orchestrator.scheduler import Cut, QueueTooSmall, Rules, Scheduler, Work
 from prl.orchestrator.spool import Spool
+from prl.orchestrator.state import SCHEMA, State, decode, encode
 from prl.orchestrator.waits import Waits
 from prl.samples import Rollout, pack
 from prl.tokenizer import of_run
@@ -46,23 +46,6 @@ TICK_S = 0.25
 """The loop looks at the clock, the stop request and the weights at least this often."""
 STOP_S = 3.0
 """How long a trainer that was asked to stop as well is given to fetch the end and have its last reports acknowledged."""
-STATE = 1
-"""Schema of the checkpoint's half."""
-
-
-class State(msgspec.Struct):
-    """The orchestrator's half of a checkpoint: its state after taking out batches up to `scheduler.step`."""
-
-    schema: int
-    scheduler: SchedulerState
-    curriculum: dict[str, Any]
-    spool: dict[str, tuple[int, int, int]]
-    """Rollout id to its place in the spool."""
-    first_segments: dict[int, int]
-    """Checkpoint's step to the oldest spool segment it needs."""
-    fates: int
-    """Records of tasks.jsonl that belong to this state; a resume voids the later ones."""
-    next_evaluation: int
 
 
 def main(run: RunDir, config: RunConfig, index: int, stop: threading.Event) -> int:
@@ -187,14 +170,10 @@ class Orchestrator:
                 self.log.sync()
             return
         try:
-            state = msgspec.msgpack.decode(data, type=State)
-            if state.schema != STATE:
-                raise ValueError(f"schema {state.schema}, this side reads {STATE}")
+            state = decode(data)
             self.curriculum.load(state.curriculum)
         except (ValueError, KeyError, TypeError) as e:
-            raise checkpoint.CheckpointError(
-                f"{folder}/{checkpoint.ORCHESTRATOR}: {e}; resume with the prl that wrote it"
-            ) from e
+            raise checkpoint.CheckpointError(f"{folder}/{checkpoint.ORCHESTRATOR}: {e}") from e
         self.log.add("resume", step=state.scheduler.step, **{"from": state.fates})
         rollouts, broken = self.spool.load(state.spool)
         self.scheduler.load(state.scheduler, rollouts)
@@ -253,23 +232,22 @@ class Orchestrator:
         return await self._end(SAVED, reason)
 
     async def _end(self, code: int, reason: str) -> int:
-        """Tell the trainer the end, and put it on record. A trainer that was asked to stop too may be gone already."""
-        s = self.scheduler
+        """Until the trainer has reported what it was given and knows of the end, which then is put on record."""
+        s, began = self.scheduler, time.monotonic()
         self.server.finish(code)
-        deadline = time.monotonic() + (STOP_S if self.stop.is_set() else self.config.launch.wait_timeout_s)
+        told, stopped = False, 0.0
         self.waits.on("the trainer to end")
-        while True:
+        while not (told and s.acknowledged == s.step):
             try:
-                await self.server.wait_finished(TICK_S)
-                break
+                await (self._pause() if told else self.server.wait_finished(TICK_S))
+                told = True
             except TimeoutError:
-                self.status.beat()
-                if self.stop.is_set():
-                    deadline = min(deadline, time.monotonic() + STOP_S)
-                if time.monotonic() > deadline:
-                    if self.stop.is_set():
-                        break
+                if time.monotonic() - began > self.config.launch.wait_timeout_s:
                     raise
+            self.status.beat()
+            stopped = stopped or (time.monotonic() if self.stop.is_set() else 0.0)
+            if stopped and time.monotonic() - stopped > STOP_S:  # a trainer that was asked to stop too may be gone already
+                break
         self.waits.off()
         self._write_fates()
         self.log.add("end", step=s.step, position=s.position, open=open_members(s.open_members()), code=code, reason=reason)
@@ -431,8 +409,8 @@ class Orchestrator:
             staleness_max=max(cut.staleness),
         )
         self.log.sync()
-        return msgspec.msgpack.encode(
-            State(STATE, s.state(), self.curriculum.state(), places, self.first_segments, self.log.seq, self.next_evaluation)
+        return encode(
+            State(SCHEMA, s.state(), self.curriculum.state(), places, self.first_segments, self.log.seq, self.next_evaluation)
         )
 
     async def _acknowledgements(self) -> None:

@@ -62,7 +62,7 @@ class RoundClient:
         answers: list[Generation | BaseException]
         replicas = self._replicas()
         try:
-            await asyncio.gather(*(self._client.pause(r, mode="wait") for r in replicas))
+            await asyncio.gather(*(self._client.pause(r, mode="keep") for r in replicas))
             for priority, waiting in enumerate(ready):
                 waiting.request.priority = priority
                 posts.append(asyncio.ensure_future(self._client.generate(waiting.request)))
