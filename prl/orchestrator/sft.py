@@ -9,7 +9,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -21,12 +21,13 @@ from prl.inference.api import EngineError, GenerateRequest, Generation
 from prl.inference.engine import Engine
 from prl.models.base import Model
 from prl.orchestrator.curriculum import Uniform
-from prl.samples import Rollout, Sample
+from prl.samples import Sample
 from prl.tokenizer import Tokenizer, of_run
 from prl.trainer.sft import Plan, example, fine_tune
 from prl.transport.run_dir import RunDir
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class Local:
@@ -42,7 +43,7 @@ class Local:
         self.engine.add(request)
         return await future
 
-    async def run(self, rollouts: Sequence[Coroutine[Any, Any, Rollout]]) -> list[Rollout]:
+    async def run(self, rollouts: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
         """All of them to their ends, in order."""
         together = asyncio.gather(*rollouts)
         while not together.done():
@@ -52,6 +53,8 @@ class Local:
             await asyncio.sleep(0)  # let what was answered ask again before the next step
             for event in self.engine.step():
                 future = self._waiting.pop(event.request_id)
+                if future.done():  # its caller was cancelled
+                    continue
                 if event.error:
                     future.set_exception(EngineError(event.error))
                 else:
