@@ -61,7 +61,8 @@ class _Experts(torch.autograd.Function):
             if not len(rows):
                 continue
             d_inner = torch.empty_like(inner)
-            act = swiglu_backward(*inner.chunk(2, dim=-1), torch.mm(grad, down_EDI[e]), *d_inner.chunk(2, dim=-1))
+            (gate, up), (d_gate, d_up) = inner.chunk(2, dim=-1), d_inner.chunk(2, dim=-1)
+            act = swiglu_backward(gate, up, torch.mm(grad, down_EDI[e]), d_gate, d_up)
             if d_down is not None:
                 torch.mm(grad.t(), act, out=d_down[e])
             if d_gate_up is not None:

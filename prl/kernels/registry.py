@@ -33,7 +33,8 @@ def implements(op: str, backend: str) -> Callable[[F], F]:
 @functools.cache
 def choose(op: str) -> Callable[..., Any]:
     """The implementation of `op` for this process; the choice is made once. Raises KernelError."""
-    return _OPS[op][backend_of(op)]
+    name = backend_of(op)
+    return _OPS[op][name]
 
 
 def backend_of(op: str) -> str:
