@@ -127,7 +127,10 @@ class Client:
         return generation
 
     async def stream(self, request: GenerateRequest) -> AsyncIterator[Generation]:
-        """Parts of a completion as they come; the last has a finish_reason, the routes, and the versions of the whole."""
+        """Parts of a completion as they come; the last has a finish_reason, the routes, and the versions of the whole.
+
+        Closing the iterator ends the request.
+        """
 
         async def attempt(replica: Replica, body: bytes, deadline: float) -> tuple[Replica, Any, Generation]:
             chunks = self._chunks(replica, body, deadline)

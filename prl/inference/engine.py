@@ -296,7 +296,7 @@ class Engine:
             need = -(-(prompt + request.max_tokens - 1) // self.block_size)
             shared: list[int] = []
             if self.prefix_cache and not sequence.scoring:
-                sequence.hashes = block_hashes(request.cache_salt, request.tokens, self.block_size)
+                sequence.hashes = sequence.hashes or block_hashes(request.cache_salt, request.tokens, self.block_size)
                 shared = self.pool.match(sequence.hashes[: (prompt - 1) // self.block_size])
             blocks = self.pool.take(shared, need - len(shared))
             if blocks is None:

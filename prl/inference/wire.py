@@ -99,7 +99,7 @@ def read_request(raw: bytes) -> tuple[GenerateRequest, GenerateBody]:
 
 def write_request(request: GenerateRequest, *, request_id: str, cache_salt: str, stream: bool = False) -> bytes:
     body = {
-        "token_ids": request.tokens,
+        "token_ids": np.ascontiguousarray(request.tokens, np.int32),
         "sampling_params": {
             "max_tokens": request.max_tokens,
             "temperature": request.temperature,
