@@ -101,10 +101,10 @@ def write(run: RunDir, manifest: Manifest, trainer: Callable[[Path], None], orch
     return final
 
 
-def verify(folder: Path) -> Manifest:
+def verify(folder: Path, part: str = "") -> Manifest:
     """Check owner and mode of the folder, then size and checksum of every file; CheckpointError names the first that fails.
 
-    Only then may the files be read: one of them is a pickle.
+    Only then may the files be read: one of them is a pickle. `part` restricts the check to a file or folder below.
     """
     for path in (folder, folder / TRAINER):
         try:
@@ -119,6 +119,8 @@ def verify(folder: Path) -> Manifest:
     manifest = read_manifest(folder)
     for name, expected in manifest.files.items():
         path = folder / name
+        if not name.startswith(part):
+            continue
         if not path.is_file():
             raise CheckpointError(f"{path}: missing; the manifest names it")
         if (size := path.stat().st_size) != expected.size:
@@ -131,7 +133,7 @@ def verify(folder: Path) -> Manifest:
 def orchestrator_state(folder: Path) -> bytes | None:
     """The orchestrator's half; None where the checkpoint has none."""
     path = folder / ORCHESTRATOR
-    return path.read_bytes() if ORCHESTRATOR in verify(folder).files else None
+    return path.read_bytes() if ORCHESTRATOR in verify(folder, ORCHESTRATOR).files else None
 
 
 def _files(folder: Path) -> dict[str, File]:

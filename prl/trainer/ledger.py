@@ -16,14 +16,15 @@ from typing import Any
 import orjson
 
 
-class LedgerError(ValueError):
-    """A line that is damaged and not the torn end of a killed writer."""
+class LedgerError(Exception):
+    """A line that is damaged and not the torn end of a killed writer, or one that cannot be written."""
 
 
 class Ledger:
     """The writer: rank 0 alone. Each record is on disk when the call returns."""
 
     def __init__(self, path: Path):
+        self.path = path
         self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
         size = os.fstat(self._fd).st_size
         if size and os.pread(self._fd, 1, size - 1) != b"\n":
@@ -53,9 +54,13 @@ class Ledger:
 
     def _append(self, **record: Any) -> None:
         line = orjson.dumps({**record, "t": time.time()}, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n"
-        if (n := os.write(self._fd, line)) != len(line):
-            raise OSError(f"ledger: {n} of {len(line)} bytes written (disk full?)")
-        os.fsync(self._fd)
+        try:
+            written = os.write(self._fd, line)
+            os.fsync(self._fd)
+        except OSError as e:
+            raise LedgerError(f"{self.path}: cannot be written: {e}; make room there, then resume") from e
+        if written != len(line):
+            raise LedgerError(f"{self.path}: {written} of {len(line)} bytes written: disk full; make room there, then resume")
 
 
 def read(path: Path) -> list[dict[str, Any]]:

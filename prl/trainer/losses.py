@@ -34,7 +34,7 @@ MAX_LOG_RATIO = 20.0
 
 @dataclass(frozen=True)
 class LossInputs:
-    """One micro-batch, flat. Everything is indexed by the token it speaks of.
+    """One micro-batch, flat. Everything is indexed by the token it speaks of, and is 0 where masked out, whatever came in.
 
     logprobs [N] float32 or wider, with gradient; old_logprobs [N] of the engine; advantages [N]; mask bool [N], the tokens
     that this loss reads; documents int64 [N], the document of each token; weights [N], from `weights`;
@@ -49,15 +49,15 @@ class LossInputs:
     weights: Tensor
     entropy: Tensor
 
-    @property
-    def log_ratio(self) -> Tensor:
-        """d [N], 0 where masked out."""
-        return torch.where(self.mask, self.logprobs - self.old_logprobs, 0.0)
+    def __post_init__(self) -> None:
+        # Before any formula: a `where` behind one would still send 0 * inf = NaN back through its gradient.
+        for name in ("logprobs", "old_logprobs", "advantages", "weights", "entropy"):
+            object.__setattr__(self, name, torch.where(self.mask, getattr(self, name), 0.0))
 
     @property
-    def advantage(self) -> Tensor:
-        """A [N], 0 where masked out."""
-        return torch.where(self.mask, self.advantages, 0.0)
+    def log_ratio(self) -> Tensor:
+        """d [N]."""
+        return self.logprobs - self.old_logprobs
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def dppo(
 
     Binary total variation mask of DPPO (arXiv 2602.04879), squared-log KL of Kimi K2.5 (arXiv 2602.02276).
     """
-    d, a = inputs.log_ratio, inputs.advantage
+    d, a = inputs.log_ratio, inputs.advantages
     dp = (inputs.logprobs.exp() - inputs.old_logprobs.exp()).detach()
     high, low = (a > 0) & (dp > mask_high), (a <= 0) & (dp < -mask_low)
     policy = -adv_tau * a * torch.where(high | low, 0.0, ratio(d))
@@ -153,7 +153,7 @@ def grpo(inputs: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.28, 
 
     GRPO (arXiv 2402.03300), clip-higher of DAPO (arXiv 2503.14476), dual clip (arXiv 1912.09729; 0 turns it off).
     """
-    r, a = ratio(inputs.log_ratio), inputs.advantage
+    r, a = ratio(inputs.log_ratio), inputs.advantages
     plain, clipped = -r * a, -r.clamp(1 - clip_low, 1 + clip_high) * a
     loss = torch.maximum(plain, clipped)
     capped = torch.zeros_like(inputs.mask)
@@ -172,8 +172,8 @@ def gspo(inputs: LossInputs, *, clip_low: float = 3e-4, clip_high: float = 4e-4)
     With one advantage per sequence and `normalise: sequence` this is GSPO itself. arXiv 2507.18071.
     """
     _, mean = sequence_log_ratio(inputs)
-    t = torch.where(inputs.mask, inputs.logprobs, 0.0)
-    s, a = ratio(mean) * (t - t.detach()).exp(), inputs.advantage
+    t, a = inputs.logprobs, inputs.advantages
+    s = ratio(mean) * (t - t.detach()).exp()
     plain, clipped = -s * a, -s.clamp(1 - clip_low, 1 + clip_high) * a
     return LossOutput(torch.maximum(plain, clipped), _counted(inputs, clipped=clipped > plain))
 
@@ -186,9 +186,9 @@ def cispo(inputs: LossInputs, *, ratio_low: float = 0.0, ratio_high: float = 5.0
     MiniMax-M1 (arXiv 2506.13585), which leaves the lower bound open.
     """
     r = ratio(inputs.log_ratio).detach()
-    t = torch.where(inputs.mask, inputs.logprobs, 0.0)
     outside = (r < ratio_low) | (r > ratio_high)
-    return LossOutput(-r.clamp(ratio_low, ratio_high) * inputs.advantage * t, _counted(inputs, clipped=outside))
+    loss = -r.clamp(ratio_low, ratio_high) * inputs.advantages * inputs.logprobs
+    return LossOutput(loss, _counted(inputs, clipped=outside))
 
 
 def icepop(inputs: LossInputs, *, ratio_low: float = 0.5, ratio_high: float = 5.0) -> LossOutput:
@@ -200,7 +200,7 @@ def icepop(inputs: LossInputs, *, ratio_low: float = 0.5, ratio_high: float = 5.
     """
     r = ratio(inputs.log_ratio)
     low, high = r < ratio_low, r > ratio_high
-    loss = -inputs.advantage * torch.where(low | high, 0.0, r)
+    loss = -inputs.advantages * torch.where(low | high, 0.0, r)
     return LossOutput(loss, _counted(inputs, dropped_low=low, dropped_high=high))
 
 
@@ -217,7 +217,7 @@ def tis(inputs: LossInputs, *, ratio_high: float = 2.0) -> LossOutput:
 
 def ce(inputs: LossInputs) -> LossOutput:
     """Cross-entropy: L = -t. For SFT and for tokens of the ce stream; ignores advantages."""
-    return LossOutput(-torch.where(inputs.mask, inputs.logprobs, 0.0))
+    return LossOutput(-inputs.logprobs)
 
 
 LOSSES: dict[str, LossFunction] = {
@@ -276,7 +276,7 @@ def resolve(kind: str) -> LossFunction:
         out = loss(inputs, **options)
         per_token = out.per_token
         if entropy_tau:
-            per_token = per_token - entropy_tau * torch.where(inputs.mask, inputs.entropy, 0.0)
+            per_token = per_token - entropy_tau * inputs.entropy
         return LossOutput(per_token, {**out.metrics, **metrics})
 
     return composed

@@ -11,6 +11,7 @@ from prl.models.hf import save_hf
 from prl.tokenizer import of_run
 from prl.trainer import checkpoint
 from prl.trainer.checkpoint import CheckpointError
+from prl.trainer.ledger import LedgerError
 from prl.trainer.nonfinite import NonFiniteError
 from prl.trainer.state import TrainState, make_model
 from prl.transport.batches import BatchError
@@ -18,7 +19,7 @@ from prl.transport.run_dir import RunDir
 from prl.transport.weights import WeightStoreError
 
 DONE, FAILED, SAVED = 0, 1, 75
-EXPECTED = (NonFiniteError, CheckpointError, BatchError, WeightStoreError, TimeoutError)
+EXPECTED = (NonFiniteError, CheckpointError, LedgerError, BatchError, WeightStoreError, TimeoutError)
 """Failures whose message says all; anything else is a fault of ours and keeps its traceback."""
 
 

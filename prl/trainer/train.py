@@ -69,7 +69,8 @@ class Trainer:
 
     def run(self) -> int:
         self._publish()
-        self.client = BatchClient(self.run_dir, self.mesh.rank, self.mesh.world, timeout_s=self.config.launch.start_timeout_s)
+        if self.mesh.any(not self._connect()):
+            return self._end(SAVED)
         while True:
             t0 = time.perf_counter()
             got = self._next()
@@ -112,22 +113,34 @@ class Trainer:
             state.join_gathering()
         return time.perf_counter() - t0
 
+    def _connect(self) -> bool:
+        """Find the orchestrator; False if this rank is asked to stop meanwhile."""
+        start_s = self.config.launch.start_timeout_s
+        try:
+            with self.status.waiting("the orchestrator's address"):
+                self.client = BatchClient(
+                    self.run_dir, self.mesh.rank, self.mesh.world, timeout_s=start_s, on_wait=self._on_wait
+                )
+        except _Stopped:
+            return False
+        return True
+
+    def _on_wait(self) -> None:
+        self.status.beat()
+        if self.stop.is_set():
+            raise _Stopped
+
     def _next(self) -> tuple[Batch, bytes | None] | Finish | None:
         """The next step's batch or the end; None if this rank is asked to stop."""
         assert self.client is not None
         step = self.state.step + 1
-
-        def on_wait() -> None:
-            self.status.beat()
-            if self.stop.is_set():
-                raise _Stopped
 
         self.status.set(phase="training", step=step)
         try:
             if self.stop.is_set():
                 return None
             with self.status.waiting(f"batch {step} from the orchestrator"):
-                return self.client.get(step, self.config.launch.wait_timeout_s, on_wait=on_wait)
+                return self.client.get(step, self.config.launch.wait_timeout_s, on_wait=self._on_wait)
         except _Stopped:
             return None
 

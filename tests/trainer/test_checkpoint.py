@@ -178,6 +178,15 @@ def test_damage_is_named_before_anything_is_read(
         checkpoint.verify(folder)
 
 
+def test_the_orchestrators_half_does_not_hang_on_the_trainers(tmp_path: Path, trained: TrainState) -> None:
+    folder = save(tmp_path, trained)
+    damage_cut(folder)
+    assert checkpoint.orchestrator_state(folder) == b"orchestrator 2"
+    (folder / checkpoint.ORCHESTRATOR).write_bytes(b"orchestrator 3")
+    with pytest.raises(CheckpointError, match="orchestrator.bin: its checksum"):
+        checkpoint.orchestrator_state(folder)
+
+
 def test_another_model_or_optimizer_is_refused_with_the_tensors(tmp_path: Path, trained: TrainState) -> None:
     folder = save(tmp_path, trained) / TRAINER
     other = config("float32")

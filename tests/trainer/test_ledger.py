@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+import signal
 from pathlib import Path
 
 import pytest
@@ -52,6 +54,23 @@ def test_damage_elsewhere_is_an_error_with_its_line(tmp_path: Path) -> None:
     path.write_bytes(lines[0][:-5] + b"\n" + lines[1])
     with pytest.raises(LedgerError, match="line 1"):
         read(path)
+
+
+def test_a_full_disk_is_named_and_the_torn_line_does_no_harm(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    ledger = Ledger(path)
+    step(ledger, 1)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, before[1]))
+        with pytest.raises(LedgerError, match=r"ledger.jsonl: 10 of \d+ bytes written: disk full"):
+            step(ledger, 2)
+        with pytest.raises(LedgerError, match="ledger.jsonl: cannot be written: .*make room"):
+            step(ledger, 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [r["step"] for r in read(path)] == [1]
 
 
 def test_a_run_without_a_ledger_has_no_records(tmp_path: Path) -> None:

@@ -223,6 +223,15 @@ async def test_a_stop_while_waiting_saves_and_ends_at_once(tmp_path: Path) -> No
     assert [p.name for _, p in checkpoint.complete(run)] == ["step_1"]
 
 
+async def test_a_stop_before_there_is_an_orchestrator_ends_at_once(tmp_path: Path) -> None:
+    run, stop = run_dir(tmp_path), threading.Event()
+    task = start(run, config(), stop)
+    while WeightStore(run, config().transport).latest() is None:
+        await asyncio.sleep(0.02)
+    stop.set()
+    assert await asyncio.wait_for(task, 5) == 75
+
+
 async def test_a_missing_orchestrator_is_named(tmp_path: Path) -> None:
     run, c = run_dir(tmp_path), config()
     c = c.model_copy(update={"launch": c.launch.model_copy(update={"start_timeout_s": 0.1})})
