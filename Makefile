@@ -24,6 +24,7 @@ PIP_INSTALL = -m pip install --disable-pip-version-check --progress-bar off -q
 # With a home that cannot be written, caches and settings go below outputs/.
 ifneq ($(shell test -w "$$HOME" && echo yes),yes)
 export HOME := $(CURDIR)/outputs/.home
+$(shell mkdir -p "$(CURDIR)/outputs/.home")
 endif
 export HF_HUB_OFFLINE := 1
 export HF_HOME ?= $(CURDIR)/outputs/.cache/huggingface
@@ -40,7 +41,6 @@ check-python:
 	@command -v $(CXX) >/dev/null || { echo "make: no C++ compiler $(CXX) (on Debian: apt-get install g++)" >&2; exit 2; }
 
 $(READY): pyproject.toml setup.py | check-python
-	@mkdir -p outputs "$$HOME"
 	@test -x $(BIN)/python || { echo "make: creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "make: installing $(TORCH) and the requirements into $(VENV) (once)"
 	@$(BIN)/python $(PIP_INSTALL) "$(TORCH)" $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
