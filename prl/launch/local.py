@@ -21,6 +21,7 @@ from prl.launch import guard
 from prl.transport.run_dir import RunDir
 
 _PR_SET_CHILD_SUBREAPER = 36
+KILL_S = 5.0
 _KEPT = frozenset(
     ["PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "TZ", "TERM", "LD_LIBRARY_PATH", "LD_PRELOAD", "VIRTUAL_ENV"]
     + ["HF_HOME", "HF_HUB_OFFLINE", "TRITON_CACHE_DIR"]
@@ -130,6 +131,8 @@ class LocalExecutor:
         self._guard = subprocess.Popen(
             [sys.executable, "-I", "-S", guard.__file__, self._mark, *map(str, self._cleanup)],
             stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,  # so that it does not keep the user's pipe open
+            stderr=subprocess.DEVNULL,
             start_new_session=True,
             pass_fds=[lock.fd],
         )
@@ -167,19 +170,21 @@ class LocalExecutor:
                 role.send_signal(number)
 
     def kill(self) -> list[str]:
-        groups = [role.pid for role in self._roles.values()]
-        for pid in groups:
-            _kill(pid, group=True)
-        left = guard.sweep(self._mark, groups)
+        deadline = time.monotonic() + KILL_S
         for role in self._roles.values():
-            role.wait()
-        self._roles.clear()
-        # What left its group and dropped the mark came to this process when its parent died, and so do its own children.
-        while orphans := _children() - self._others - {self._guard.pid}:
-            for pid in orphans:
+            _kill(role.pid, group=True)
+        # What left its group comes to this process when its parent dies, and then so do its own children.
+        while left := _children() - self._others - {self._guard.pid}:
+            if time.monotonic() > deadline:
+                return [f"process {pid}" for pid in sorted(left)]
+            for role in self._roles.values():
+                role.poll()
+            for pid in left - {role.pid for role in self._roles.values()}:
                 _kill(pid)
-                os.waitpid(pid, 0)
-        return [f"process {pid}" for pid in left]
+                os.waitpid(pid, os.WNOHANG)
+            time.sleep(0.005)
+        self._roles.clear()
+        return []
 
     def log_tail(self, name: str, lines: int) -> list[str]:
         path = self.run / "logs" / f"{name}.log"

@@ -69,11 +69,10 @@ class VersionLog:
 
     def _append(self, record: dict[str, object]) -> None:
         line = orjson.dumps({**record, "t": time.time()}) + b"\n"
-        fd = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
+        fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         try:
             # What follows the last whole line is a write that never returned: its id was never published.
             os.ftruncate(fd, self._read)
-            os.lseek(fd, self._read, os.SEEK_SET)
             os.write(fd, line)
             os.fsync(fd)
         finally:

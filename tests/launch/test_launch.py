@@ -262,6 +262,20 @@ def test_a_resume_right_after_a_kill_waits_for_the_clean_up(start) -> None:  # t
     resumed.assert_nothing_left()
 
 
+def test_a_run_is_locked_until_the_guard_has_cleaned_up(start) -> None:  # type: ignore[no-untyped-def]
+    s = start()
+    s.running()
+    (guarding,) = s.guards()
+    os.kill(guarding, signal.SIGSTOP)
+    s.process.kill()
+    s.process.communicate()
+    with pytest.raises(RunBusy):
+        RunLock(s.run, wait_s=0.5)
+    os.kill(guarding, signal.SIGCONT)
+    RunLock(s.run, wait_s=5).release()
+    s.assert_nothing_left()
+
+
 def test_a_killed_guard_ends_the_run(start) -> None:  # type: ignore[no-untyped-def]
     s = start()
     s.running()
