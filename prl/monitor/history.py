@@ -149,6 +149,10 @@ class History:
         steps = self.steps[name]
         return steps[max(steps)] if steps else {}
 
+    def rl_seconds(self) -> float:
+        """Time that the surviving steps of RL took the trainer, its waits included: what the control gets a share of."""
+        return float(sum(sum((r.get("time") or {}).values()) for r in self.steps["trainer"].values()))
+
     def staleness(self) -> Counter[int]:
         """Rollouts trained, by staleness."""
         total: Counter[int] = Counter()

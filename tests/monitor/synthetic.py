@@ -63,6 +63,7 @@ def records(steps: int, *, sft_steps: int = 60, control: bool = True, step_s: fl
             "expert_counts": counts,
             "entropy": 1 - 0.5 * rate,
             "rss_mb": 900.0,
+            "time": {"wait": wait, "forward_backward": step_s - wait - 0.05, "publish": 0.05},
             "skipped": 0,
         }
         log("step", "trainer", t, step=step, version=step, loss=0.1 * rng.random(), grad_norm=0.5, lr=2e-4, **trained)

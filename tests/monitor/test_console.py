@@ -46,7 +46,7 @@ def test_the_rl_phase(tmp_path: Path) -> None:
     reward = next(r["reward"] for r in made if r["role"] == "orchestrator" and r.get("step") == 49 and "reward" in r)
     assert f"reward {reward:.3f}" in line
     # 70 steps of 1.5 s to go, then a control as long as the RL phase.
-    assert view.left_s(now) == pytest.approx(70 * 1.5 + 119 * 1.5)
+    assert view.left_s(now) == pytest.approx(70 * 1.5 + 120 * 1.5)
     terminal = Terminal(width=120, file=io.StringIO())
     terminal.print(view.panel(now))
     text = terminal.file.getvalue()  # type: ignore[attr-defined]
