@@ -48,7 +48,12 @@ $(READY): pyproject.toml setup.py | check-python
 	@touch $@
 
 demo: $(READY)
-	$(BIN)/python -m prl.rl configs/demo.yaml run.name=demo-$(SEED) run.seed=$(SEED) trainer.ranks=$(RANKS)
+	@if test -f outputs/demo-$(SEED)/config.yaml; then \
+	  echo "make: going on with outputs/demo-$(SEED) (remove it to start anew)"; \
+	  exec $(BIN)/python -m prl.rl --resume outputs/demo-$(SEED); \
+	else \
+	  exec $(BIN)/python -m prl.rl configs/demo.yaml run.name=demo-$(SEED) run.seed=$(SEED) trainer.ranks=$(RANKS); \
+	fi
 
 demo-seeds: $(READY)
 	@mkdir -p bench/results
@@ -78,7 +83,7 @@ $(PEERS_VENV)/.ready: $(READY)
 	@touch $@
 
 bench-peers: $(READY) $(PEERS_VENV)/.ready
-	$(BIN)/python -m prl.bench pipeline --peers $(PEERS_VENV)/bin/python $(ARGS)
+	$(BIN)/python -m prl.bench peers --python $(PEERS_VENV)/bin/python $(ARGS)
 
 clean:
 	rm -rf $(VENV) $(PEERS_VENV) build *.egg-info
