@@ -48,6 +48,16 @@ def inputs_of(
     )
 
 
+def test_inputs_are_zero_where_masked_out() -> None:
+    t = torch.tensor([-1.0, -math.inf], requires_grad=True)
+    nan, mask = torch.full((2,), math.nan), torch.tensor([True, False])
+    inputs = LossInputs(t, nan, nan, mask, torch.tensor([0, 0]), nan, nan)
+    for values in (inputs.logprobs, inputs.old_logprobs, inputs.advantages, inputs.weights, inputs.entropy):
+        assert values[1] == 0
+    (grad,) = torch.autograd.grad(inputs.logprobs.square().sum(), t)
+    assert grad.tolist() == [-2.0, 0.0]
+
+
 def value_and_grad(inputs: LossInputs, loss: Callable[..., LossOutput], **options: float) -> tuple[float, list[float]]:
     value = total(inputs, loss(inputs, **options))
     (grad,) = torch.autograd.grad(value, inputs.logprobs)
@@ -288,6 +298,15 @@ def test_sequence_weights_are_per_rollout_over_its_documents() -> None:
 
 def my_loss(inputs: LossInputs, scale: float = 1.0) -> LossOutput:
     return LossOutput(scale * inputs.log_ratio)
+
+
+def careless_loss(inputs: LossInputs) -> LossOutput:
+    return LossOutput(inputs.logprobs * inputs.advantages / inputs.mask)
+
+
+def test_a_users_own_loss_may_give_anything_where_masked_out() -> None:
+    inputs = inputs_of([(-1.0, -1.0, 2.0), (-math.inf, 0.0, math.nan)], mask=[True, False])
+    assert total(inputs, resolve(f"{__name__}:careless_loss")(inputs)).item() == -2.0
 
 
 def test_a_users_own_loss_by_import_path() -> None:

@@ -79,6 +79,7 @@ def test_a_file_tokenizer_round_trips_and_finds_its_end_token(tmp_path: Path) ->
     text = "the cat, naïve 猫"
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert tokenizer.pad_id == tokenizer.eos_id == 0
+    assert tokenizer.decode([0]) == "<|end|>"
     assert tokenizer.token_id("the") >= 0
     with pytest.raises(TokenizerError, match="must be one token"):
         tokenizer.token_id("dog")
