@@ -80,14 +80,13 @@ class View:
     def left_s(self, now: float) -> float | None:
         """Time left, the control's share included; a stage that has not begun and tells nothing is not guessed."""
         c, step_s, (done, planned) = self.config, self.step_s(), self.progress()
-        rl_s = self.history.rl_seconds()
+        began = self.history.began.get(self.stage, now)
         share = c.control.time_fraction if c.control is not None else 0.0
         if self.stage == "control":
-            begun = min((r["t"] for r in self.history.steps["control"].values()), default=now)
-            return max(0.0, rl_s * share - (now - begun))
+            return max(0.0, share * self.run.stages().get("rl", {}).get("wall_s", 0.0) - (now - began))
         if self.stage == "rl" and step_s is not None:
             left = step_s * (planned - done)
-            return left + share * (left + rl_s)
+            return left + share * (now - began + left)
         return None
 
     def waits(self, now: float) -> list[tuple[str, str, str, float, float]]:

@@ -21,6 +21,8 @@ class RunFolder(Protocol):
     @property
     def root(self) -> Path: ...
 
+    def stages(self) -> dict[str, Record]: ...
+
 
 class Tail:
     """The new whole lines of a JSONL file at each `read`. A last line without its end waits; broken lines are counted."""
@@ -89,6 +91,8 @@ class History:
         self.engines: dict[str, Record] = {}
         self.waited: dict[str, Counter[str]] = defaultdict(Counter)
         """Seconds by role and by what it waited for, numbers in it left out."""
+        self.began: dict[str, float] = {}
+        """First sign of each stage."""
         self.first_t: float | None = None
         self.last_t: float | None = None
         for record in records:
@@ -101,6 +105,8 @@ class History:
             return
         self.first_t = min(t, self.first_t if self.first_t is not None else t)
         self.last_t = max(t, self.last_t or t)
+        if role != "supervisor":
+            self.began.setdefault(stage_of(r), t)
         if kind == "step" and isinstance(step, int):
             stage = stage_of(r)
             self.steps[stage if stage != "rl" else role][step] = r
@@ -150,7 +156,7 @@ class History:
         return steps[max(steps)] if steps else {}
 
     def rl_seconds(self) -> float:
-        """Time that the surviving steps of RL took the trainer, its waits included: what the control gets a share of."""
+        """Time that the surviving steps of RL took the trainer, its waits included."""
         return float(sum(sum((r.get("time") or {}).values()) for r in self.steps["trainer"].values()))
 
     def staleness(self) -> Counter[int]:

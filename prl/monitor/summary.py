@@ -62,7 +62,7 @@ def summarise(run: RunFolder, config: RunConfig, history: History) -> dict[str, 
     latest = [steps[s] for s in sorted(steps)[-LAST:]]
     staleness = history.staleness()
     dropped = dropped_rollouts(history)
-    rl_s = history.rl_seconds() or None
+    stages = {name: stage["wall_s"] for name, stage in run.stages().items()}
     return {
         "run": config.run.name,
         "seed": config.run.seed,
@@ -89,8 +89,9 @@ def summarise(run: RunFolder, config: RunConfig, history: History) -> dict[str, 
         "sft_steps": max(history.steps["sft"], default=0),
         "control_steps": max(history.steps["control"], default=0),
         "wall_s": history.last_t - history.first_t if history.last_t and history.first_t else None,
-        "rl_wall_s": rl_s,
-        "rl_steps_per_s": len(steps) / rl_s if rl_s else None,
+        "rl_wall_s": stages.get("rl"),
+        "rl_steps_per_s": len(steps) / history.rl_seconds() if history.rl_seconds() else None,
+        "stages_wall_s": stages,
         "waited_s": {role: round(waits.total(), 3) for role, waits in sorted(history.waited.items())},
         "rss_mb": {
             role: peak

@@ -8,13 +8,9 @@ from typing import Any
 import orjson
 
 from prl.config.load import dump, load
+from prl.transport.run_dir import RunDir
 
 T0 = 1_700_000_000.0
-
-
-class Folder:
-    def __init__(self, root: Path):
-        self.root = root
 
 
 def records(steps: int, *, sft_steps: int = 60, control: bool = True, step_s: float = 1.5) -> list[dict[str, Any]]:
@@ -94,11 +90,12 @@ def records(steps: int, *, sft_steps: int = 60, control: bool = True, step_s: fl
     return out
 
 
-def write_run(root: Path, records: list[dict[str, Any]], *overrides: str) -> Folder:
+def write_run(root: Path, records: list[dict[str, Any]], *overrides: str) -> RunDir:
     """A run's folder of these records; the configuration is the demo's with `overrides`."""
     (root / "status").mkdir(parents=True)
     config = load("configs/demo.yaml", [f"run.dir={root.parent}", f"run.name={root.name}", *overrides])
     (root / "config.yaml").write_text(dump(config))
+    (root / "stages.json").write_bytes(orjson.dumps({"rl": {"wall_s": 70.0, "done": True}} if records else {}))
     with (root / "metrics.jsonl").open("wb") as file:
         file.writelines(orjson.dumps(r) + b"\n" for r in records)
     with (root / "ledger.jsonl").open("wb") as file:
@@ -106,4 +103,4 @@ def write_run(root: Path, records: list[dict[str, Any]], *overrides: str) -> Fol
             if r["kind"] == "step" and r["role"] == "trainer":
                 ids = [f"{r['step']}-{i}" for i in range(4)]
                 file.write(orjson.dumps({"kind": "step", "step": r["step"], "rollouts": ids}) + b"\n")
-    return Folder(root)
+    return RunDir(root)

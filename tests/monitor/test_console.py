@@ -11,21 +11,22 @@ from rich.console import Console as Terminal
 
 from prl.config.load import load_resolved
 from prl.monitor.console import Console, View
-from tests.monitor.synthetic import T0, Folder, records, write_run
+from prl.transport.run_dir import RunDir
+from tests.monitor.synthetic import T0, records, write_run
 
 
-def status(run: Folder, role: str, t: float, phase: str = "training", waits_for: str = "") -> None:
+def status(run: RunDir, role: str, t: float, phase: str = "training", waits_for: str = "") -> None:
     path = run.root / "status" / f"{role}.json"
     path.write_bytes(orjson.dumps({"role": role, "t": t, "phase": phase, "waits_for": waits_for}))
 
 
-def view_of(run: Folder) -> View:
+def view_of(run: RunDir) -> View:
     view = View(run, load_resolved(run.root / "config.yaml"))
     view.update()
     return view
 
 
-def in_rl(tmp_path: Path, steps: int = 50) -> tuple[Folder, float, list[dict[str, Any]]]:
+def in_rl(tmp_path: Path, steps: int = 50) -> tuple[RunDir, float, list[dict[str, Any]]]:
     """A run in its RL phase after `steps` of 120 steps, and the time then."""
     made = records(120)
     last = next(i for i, r in enumerate(made) if r["role"] == "trainer" and r["kind"] == "step" and r["step"] == steps)
@@ -45,8 +46,9 @@ def test_the_rl_phase(tmp_path: Path) -> None:
         assert part in line
     reward = next(r["reward"] for r in made if r["role"] == "orchestrator" and r.get("step") == 49 and "reward" in r)
     assert f"reward {reward:.3f}" in line
-    # 70 steps of 1.5 s to go, then a control as long as the RL phase.
-    assert view.left_s(now) == pytest.approx(70 * 1.5 + 120 * 1.5)
+    # 70 steps of 1.5 s to go, then a control as long as the RL phase, of which 50 steps and evaluations are over.
+    began = next(r["t"] for r in made if r["role"] == "orchestrator")
+    assert view.left_s(now) == pytest.approx(70 * 1.5 + (now - began) + 70 * 1.5)
     terminal = Terminal(width=120, file=io.StringIO())
     terminal.print(view.panel(now))
     text = terminal.file.getvalue()  # type: ignore[attr-defined]
@@ -81,6 +83,8 @@ def test_the_other_stages(tmp_path: Path) -> None:
     status(control, "trainer", T0, "done")
     status(control, "control", T0 + 99)
     assert "control: more SFT | step 80 | loss 0.300" in view_of(control).line(T0 + 99)
+    began = view_of(control).history.began["control"]
+    assert view_of(control).left_s(began + 30) == pytest.approx(70 - 30)
 
 
 def test_plain_lines_where_there_is_no_terminal(tmp_path: Path) -> None:

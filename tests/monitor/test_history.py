@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from prl.monitor.history import History, Tail, statuses
 from prl.monitor.metrics import Metrics
 from prl.monitor.status import Status
-from tests.monitor.synthetic import Folder
+from prl.transport.run_dir import RunDir
 
 
 def lines(*records: object) -> bytes:
@@ -75,11 +75,11 @@ def test_what_the_writers_write_is_what_is_read(tmp_path: Path) -> None:
     metrics = Metrics(tmp_path / "metrics.jsonl", "trainer")
     status = Status(tmp_path / "status" / "trainer.json", "trainer", metrics)
     with status.waiting("batch 7 from the orchestrator"):
-        assert statuses(Folder(tmp_path))["trainer"]["waits_for"] == "batch 7 from the orchestrator"
+        assert statuses(RunDir(tmp_path))["trainer"]["waits_for"] == "batch 7 from the orchestrator"
         time.sleep(0.01)
     metrics.log("step", step=7, loss=0.5, mismatch={"p99": 0.1})
     history = History(Tail(tmp_path / "metrics.jsonl").read())
     assert history.series("trainer", "mismatch.p99") == ([7], [0.1])
     assert history.waited["trainer"]["batch n from the orchestrator"] > 0.009
     (tmp_path / "status" / "torn.json").write_text('{"role": ')
-    assert set(statuses(Folder(tmp_path))) == {"trainer"}
+    assert set(statuses(RunDir(tmp_path))) == {"trainer"}
