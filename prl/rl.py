@@ -117,7 +117,9 @@ def tell(run: RunDir, state: State) -> None:
                 say(f"  {line}")
         say(resume)
     elif state.code != DONE:
-        say(f"ended before the run was done: {state.cause}; {resume}")
+        reason = (run.read_status("orchestrator") or {}).get("reason", state.cause)
+        say(f"saved before the run was done: {reason}")
+        say(resume)
     else:
         from rich.console import Console as Terminal
 

@@ -62,7 +62,9 @@ def main(
         print(e, file=sys.stderr)
         raise SystemExit(CONFIG) from None
     module, _, name = MAINS[role].partition(":")
-    raise SystemExit(getattr(importlib.import_module(module), name)(folder, config, index, stop))
+    code = getattr(importlib.import_module(module), name)(folder, config, index, stop)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the interpreter's own end would restore the default, which kills
+    raise SystemExit(code)
 
 
 if __name__ == "__main__":

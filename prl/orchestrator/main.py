@@ -253,7 +253,7 @@ class Orchestrator:
         self.log.add("end", step=s.step, position=s.position, open=open_members(s.open_members()), code=code, reason=reason)
         self.log.sync()
         self.metrics.log("event", name="end", code=code, reason=reason, totals=s.totals)
-        self.status.set(phase="done" if code == DONE else "saved")
+        self.status.set(phase="done" if code == DONE else "saved", reason=reason)
         return code
 
     async def close(self) -> None:
