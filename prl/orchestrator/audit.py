@@ -57,19 +57,23 @@ def audit(run: RunDir) -> AuditReport:
     try:
         versions = VersionLog(run / "versions.jsonl")
         entries, records = ledger.read(run / "ledger.jsonl"), ledger.read(run / "tasks.jsonl")
+        steps = _steps(report, ledger.surviving(entries), versions)
+        kept = fates.surviving(records)
+        _batches(report, steps, [r for r in kept if r["kind"] == "cut"], rules)
+        _fates(report, steps, kept, rules)
+        _checkpoints(report, run, steps, versions)
     except (ledger.LedgerError, VersionError) as e:
-        report.problems.append(f"files: {e}")
+        _broken(report, "files", str(e))
         return report
-    steps = _steps(report, ledger.surviving(entries), versions)
-    kept = fates.surviving(records)
-    _batches(report, steps, [r for r in kept if r["kind"] == "cut"], rules)
-    _fates(report, steps, kept, rules)
-    _checkpoints(report, run, steps, versions)
+    except (KeyError, TypeError, ValueError) as e:
+        _broken(report, "files", f"a record in ledger.jsonl or tasks.jsonl is not of this schema: {e!r}")
+        return report
+    resumes = sum(r["kind"] == "resume" for r in records)
     report.counts |= {
         "steps": len(steps),
         "rollouts trained": sum(len(s["rollouts"]) for s in steps.values()),
-        "resumes": sum(r["kind"] == "resume" for r in records),
-        "records voided": len(records) - len(kept) - sum(r["kind"] == "resume" for r in records),
+        "resumes": resumes,
+        "records voided": len(records) - len(kept) - resumes,
     }
     return report
 

@@ -24,7 +24,7 @@ def checksum(rollouts: Sequence[Rollout]) -> str:
         for sample in rollout.samples:
             for name in CONTENT:
                 if (a := getattr(sample, name)) is not None:
-                    h.update(f"{name}{a.dtype}{a.shape}".encode())
+                    h.update(f"{name}{a.dtype.str}{a.shape}".encode())
                     h.update(np.ascontiguousarray(a).data)
     return h.hexdigest()
 

@@ -334,7 +334,7 @@ class Scheduler:
                 self._mask(q.rollout, self.step)
         rollouts = [q.rollout for q in taken]
         cut = Cut(self.step, rollouts, [self._staleness(r, self.step) for r in rollouts], lost)
-        self._drop_stale()
+        self._queue = [q for q in self._queue if not self._drop_if_stale(q)]
         return cut
 
     def exhausted(self) -> Exhausted | None:
@@ -422,6 +422,8 @@ class Scheduler:
             }
             self._reopen(Group(g.ordinal, g.place, members), {i for _, _, _, i in g.members if i} - set(kept))
         broken = {q.ordinal for q in state.queue if q.id not in kept}
+        named = {i for g in state.groups for *_, i in g.members} | {q.id for q in state.queue}
+        self._held_bytes = sum(r.nbytes for i, r in kept.items() if i in named)
         groups: dict[int, Group] = {}
         for q in state.queue:
             if q.ordinal in broken:
@@ -432,8 +434,6 @@ class Scheduler:
                 self._enqueue(q.ordinal, q.index, q.place, kept[q.id])
         for group in groups.values():
             self._reopen(group, {q.id for q in state.queue if q.ordinal == group.ordinal} - set(kept))
-        self._held_bytes = sum(r.nbytes for r in self.held())
-        self._drop_stale()
         for ordinal in sorted(self.groups):
             self._settle(ordinal)
 
@@ -508,7 +508,6 @@ class Scheduler:
             give_advantage(rollout, float(advantage))
         for index, rollout in survivors.items():
             self._enqueue(ordinal, index, group.place, rollout)
-        self._drop_stale()
 
     def _discard(self, fate: str, reason: str, group: Group, survivors: dict[int, Rollout]) -> None:
         for rollout in survivors.values():
@@ -520,22 +519,20 @@ class Scheduler:
     def _enqueue(self, ordinal: int, index: int, place: Place, rollout: Rollout) -> None:
         versions = spread(rollout)
         assert versions is not None
-        insort(self._queue, Queued(ordinal, index, rollout, place, *versions))
+        queued = Queued(ordinal, index, rollout, place, *versions)
+        if not self._drop_if_stale(queued):
+            insort(self._queue, queued)
 
-    def _drop_stale(self) -> None:
+    def _drop_if_stale(self, q: Queued) -> bool:
         """Drop what the next batch, and so any later one, may not use: over the bound, or in mask mode wholly over it."""
-        bound = self.step - self.rules.lead
-        keep: list[Queued] = []
-        for q in self._queue:
-            step = self._step_of(q.newest if self.rules.mask_stale else q.oldest)
-            assert step is not None
-            if step >= bound:
-                keep.append(q)
-                continue
-            self._held_bytes -= q.rollout.nbytes
-            self._drop("stale", q.rollout.n_tokens)
-            self.fates.append(Fate("stale", q.ordinal, ((q.index, q.rollout.id),), reason="max_staleness"))
-        self._queue = keep
+        step = self._step_of(q.newest if self.rules.mask_stale else q.oldest)
+        assert step is not None
+        if step >= self.step - self.rules.lead:
+            return False
+        self._held_bytes -= q.rollout.nbytes
+        self._drop("stale", q.rollout.n_tokens)
+        self.fates.append(Fate("stale", q.ordinal, ((q.index, q.rollout.id),), reason="max_staleness"))
+        return True
 
     def _mask(self, rollout: Rollout, step: int) -> None:
         """Take the policy gradient off tokens over the staleness bound in batch `step`."""
