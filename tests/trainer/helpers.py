@@ -13,6 +13,7 @@ from prl.distributed.mesh import Mesh
 from prl.samples import CE, RL, Rollout, Sample
 from prl.trainer.state import TrainState, make_model
 from prl.trainer.step import Stepper
+from prl.transport.run_dir import RunDir
 
 VOCABULARY, EXPERTS, TOP_K, LAYERS = 32, 8, 2, 2
 ARCHITECTURE: dict[str, Any] = {
@@ -104,7 +105,5 @@ def bits(state: TrainState) -> dict[str, bytes]:
     return {name: t.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for name, t in state._state().items()}
 
 
-def run_dir(root: Path) -> Any:
-    from prl.transport.run_dir import RunDir
-
+def run_dir(root: Path) -> RunDir:
     return RunDir(root).create()

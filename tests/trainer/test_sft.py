@@ -22,7 +22,7 @@ from prl.trainer import checkpoint
 from prl.trainer.sft import Plan, example, fine_tune, order
 from prl.transport.run_dir import RunDir
 from tests.trainer.envs import Next
-from tests.trainer.helpers import config, run_dir
+from tests.trainer.helpers import config, run_dir, state_of
 
 
 def sft_config(**sft: Any) -> RunConfig:
@@ -136,8 +136,6 @@ def test_interrupted_it_goes_on_bit_for_bit(tmp_path: Path, end: str) -> None:
 def test_the_solve_rate_sees_wrong_answers_and_errors() -> None:
     c = sft_config()
     rate: Callable[[Model], float] = roles.greedy_solve_rate(c, 8, [Next(c.envs[0], seed=0)], of_run(c))
-    from tests.trainer.helpers import state_of
-
     model = state_of(c).model
     with torch.no_grad():
         model.lm_head_weight.zero_()

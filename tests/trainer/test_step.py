@@ -113,14 +113,13 @@ def test_ce_tokens_get_cross_entropy_and_rl_tokens_do_not() -> None:
     (mb,) = batch.micro_batches
     x = inputs(mb, ALONE.device, replay=True, replay_selections=False)
     logprobs, entropy, _ = state_of(config()).forward(x.forward, x.rows_N, x.labels_N, x.temperature_N)
-    nothing = losses.resolve("ce")
 
-    def zero(given: losses.LossInputs) -> losses.LossOutput:
-        return losses.LossOutput(0 * nothing(given).per_token)
+    def one(given: losses.LossInputs) -> losses.LossOutput:
+        return losses.LossOutput(torch.ones_like(given.logprobs))
 
-    loss, _ = loss_share(x, logprobs, entropy, batch.counts, DPPO.model_copy(update={"options": {}}), zero)
+    loss, _ = loss_share(x, logprobs, entropy, batch.counts, DPPO.model_copy(update={"options": {}}), one)
     assert 0 < batch.counts.ce_tokens < len(x.rows_N)
-    assert loss.item() == pytest.approx(-logprobs[x.ce_N].sum().item() / batch.counts.ce_tokens, abs=1e-12)
+    assert loss.item() == pytest.approx(1 - logprobs[x.ce_N].sum().item() / batch.counts.ce_tokens, abs=1e-12)
 
 
 def test_measures_against_plain_numpy() -> None:
