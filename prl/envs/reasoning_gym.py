@@ -22,6 +22,9 @@ from prl.envs.base import UNBOUNDED, SingleTurn, Split, Task, TaskError
 MAX_DRAWS = 20_000
 """Items drawn in vain for one task before the split counts as exhausted."""
 
+EAGER = ("acre", "gsm_symbolic", "list_functions", "word_ladder")
+"""Datasets that make all their items at once, so that they need a size (found by trying all 106 of version 0.1.19)."""
+
 
 class Options(Section):
     dataset: str
@@ -48,6 +51,8 @@ class ReasoningGym(SingleTurn):
         self.options = o = options.model_validate(config.options)
         if o.held_out + o.worked >= 1:
             raise TaskError(f"env {self.name}: held_out {o.held_out:g} and worked {o.worked:g} leave nothing to train on")
+        if o.dataset in EAGER and "size" not in o.dataset_options:
+            raise TaskError(f"env {self.name}: {o.dataset} makes all its items at once; set dataset_options.size, such as 1000")
         try:
             self.dataset = reasoning_gym.create_dataset(o.dataset, **{"seed": seed, "size": UNBOUNDED} | o.dataset_options)
         except Exception as error:  # the library's checks are assertions

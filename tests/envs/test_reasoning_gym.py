@@ -78,6 +78,11 @@ def test_a_split_with_too_few_tasks_says_how_many_there_are(monkeypatch: pytest.
         env.task(50, "held_out")
 
 
+def test_a_dataset_of_a_fixed_size() -> None:
+    env = env_of(dataset="word_ladder", dataset_options={"size": 50}, prompt="{question}", lowercase=False, worked=0.0)
+    assert {env.task(i, "train").data["item"] for i in range(200)} <= set(range(50))
+
+
 def test_the_datasets_own_score() -> None:
     env = env_of(dataset="chain_sum", dataset_options={}, prompt="{question}", reward="dataset")
     task = env.task(5, "train")
@@ -94,6 +99,7 @@ def test_the_datasets_own_score() -> None:
         ({"prompt": "{wrod}>"}, r"template needs 'wrod'; spell_backward offers answer, .*word"),
         ({"promt": "x"}, "env words: options: promt: Extra inputs"),
         ({"dataset": 3}, "env words: options: dataset"),
+        ({"dataset": "acre", "dataset_options": {}}, r"acre makes all its items at once; set dataset_options\.size"),
         ({"held_out": 0.5, "worked": 0.5}, "leave nothing to train on"),
     ],
 )
