@@ -19,14 +19,18 @@ MARK = "PRL_RUN"
 
 
 def strays(mark: str, groups: Iterable[int] = ()) -> list[int]:
-    """Living processes (no zombies) of the given process groups or with `PRL_RUN=mark` in their environment; never this one."""
+    """Living processes of the given process groups or with `PRL_RUN=mark` in their environment; never this one.
+
+    A zombie lives as long as another of its threads: until then its ports are open.
+    """
     wanted, entry, found = set(groups), f"{MARK}={mark}".encode(), []
     for name in os.listdir("/proc"):
         if not name.isdigit() or int(name) == os.getpid():
             continue
         try:
-            state, _, group = Path("/proc", name, "stat").read_text().rpartition(")")[2].split()[:3]
-            if state in "ZX":
+            status = Path("/proc", name, "stat").read_text().rpartition(")")[2].split()  # proc(5), from field 3 on
+            state, group, threads = status[0], status[2], int(status[17])
+            if state in "ZX" and threads <= 1:
                 continue
             if int(group) in wanted or entry in Path("/proc", name, "environ").read_bytes().split(b"\0"):
                 found.append(int(name))

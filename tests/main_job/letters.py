@@ -1,4 +1,4 @@
-"""An environment with a signal from the first step: the reward is the share of a completion that is in the alphabet's first half."""
+"""An environment with a signal from the first step: the share of a completion that is in the alphabet's first half."""
 
 from prl.envs.base import SingleTurn, Split, Task
 

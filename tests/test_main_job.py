@@ -1,0 +1,173 @@
+"""The main job end to end, small: `python -m prl.rl` with all its real roles, killed and resumed in every way."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from prl.launch import guard
+from prl.launch.local import RunLock
+from prl.orchestrator.audit import audit
+from prl.trainer import ledger
+from prl.transport.run_dir import RunDir
+from prl.transport.versions import VersionLog
+
+JOB = Path(__file__).with_name("main_job")
+ROOT = JOB.parents[1]
+CONFIG = str(JOB / "tiny.yaml")
+DETERMINISTIC = ("run.deterministic=true", "orchestrator.synchronous=true", "inference.prefix_cache=false")
+ROLES = ("trainer", "orchestrator", "inference-0")
+
+pytestmark = pytest.mark.timeout(300)
+
+
+class Job:
+    """A run and its lives."""
+
+    def __init__(self, folder: Path, *overrides: str):
+        self.run = RunDir(folder / "job")
+        self.first = (CONFIG, f"run.dir={folder}", "run.name=job", "monitor.console=off", *overrides)
+        self.process: subprocess.Popen[str] | None = None
+        self.force = ""
+
+    def start(self) -> Job:
+        """The first life, or a resume."""
+        self.force = ""
+        resume = self.run.config_path.exists()
+        arguments: Sequence[str] = ("--resume", str(self.run.root)) if resume else self.first
+        env = {**os.environ, "PYTHONPATH": f"{ROOT}:{JOB}"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "prl.rl", *arguments],
+            cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        return self
+
+    def end(self, expected: int) -> str:
+        """Wait for the end of this life; what it said."""
+        assert self.process is not None
+        out, errors = self.process.communicate(timeout=90)
+        assert self.process.returncode == expected, errors + out
+        self.assert_nothing_left()
+        return out + errors
+
+    def at_step(self, step: int) -> None:
+        """Wait until the trainer has finished `step` in this life."""
+        assert self.process is not None
+        before, deadline = len(self.entries()), time.monotonic() + 60
+        while not any(e["kind"] == "step" and e["step"] >= step for e in self.entries()[before:]):
+            assert time.monotonic() < deadline and self.process.poll() is None, self.process.communicate()
+            time.sleep(0.01)
+
+    def entries(self) -> list[dict]:
+        path = self.run / "ledger.jsonl"
+        return ledger.read(path) if path.exists() else []
+
+    def losses(self) -> dict[int, float]:
+        return {e["step"]: e["loss"] for e in ledger.surviving(self.entries())}
+
+    def pid(self, role: str) -> int:
+        status = self.run.read_status(role)
+        assert status is not None
+        return status["pid"]
+
+    def kill(self, who: str) -> None:
+        """kill -9 of a role, of the supervisor, or of everything at once."""
+        assert self.process is not None
+        self.force = who
+        if who == "everything":  # nobody is left to clean up: the resume does
+            for pid in [self.process.pid, *guard.strays(self.run.id)]:
+                os.kill(pid, signal.SIGKILL)
+        else:
+            os.kill(self.process.pid if who == "supervisor" else self.pid(who), signal.SIGKILL)
+
+    def assert_nothing_left(self) -> None:
+        RunLock(self.run, wait_s=5).release()  # a guard that cleans up holds it
+        assert guard.strays(self.run.id) == []
+        assert self.force == "everything" or not self.run.weights_path("shared_memory").exists()
+        for path in (self.run / "rendezvous").iterdir():
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(("127.0.0.1", json.loads(path.read_text())["port"]))
+
+    def assert_complete(self, steps: int) -> None:
+        report = audit(self.run)
+        assert report.ok, str(report)
+        assert sorted(self.losses()) == list(range(1, steps + 1))
+        assert all(not e.get("skipped") for e in self.entries())
+
+
+def test_undisturbed(tmp_path: Path) -> None:
+    job = Job(tmp_path).start()
+    said = job.end(0)
+    job.assert_complete(8)
+    summary = json.loads((job.run / "summary.json").read_text())
+    assert summary["steps"] == 8 and summary["rollouts_trained"] == 128
+    assert summary["unrouted_fraction"] == 0 and summary["mismatch_kl_own"] < 1e-3 and summary["staleness_max"] <= 2
+    assert summary["held_out_sft"] is not None and summary["held_out_final"] is not None
+    assert "report.html" in said and "<html" in (job.run / "report.html").read_text()[:200].lower()
+    assert (job.run / "model" / "config.json").exists()
+    assert VersionLog(job.run / "versions.jsonl").current() == 8
+    audited = subprocess.run([sys.executable, "-m", "prl.report", str(job.run.root), "--audit"], cwd=ROOT, timeout=60)
+    assert audited.returncode == 0
+
+
+def test_kill_9_of_each_process_then_resume(tmp_path: Path) -> None:
+    """One run, five lives that end by force, and a sixth."""
+    job = Job(tmp_path, "trainer.steps=24")
+    for step, who in ((3, "trainer"), (6, "inference-0"), (9, "orchestrator"), (12, "supervisor"), (15, "everything")):
+        job.start().at_step(step)
+        job.kill(who)
+        said = job.end(-signal.SIGKILL if who in ("supervisor", "everything") else 1)
+        if who in ROLES:
+            assert f"{who} was killed by SIGKILL" in said
+    job.start().end(0)
+    job.assert_complete(24)
+    resumes = [e for e in job.entries() if e["kind"] == "resume"]
+    assert len(resumes) == 5 and resumes[-1]["step"] >= 10
+
+
+def test_a_stop_request_saves_the_last_step(tmp_path: Path) -> None:
+    job = Job(tmp_path, "trainer.steps=24", "checkpoint.every=1000").start()
+    job.at_step(5)
+    assert job.process is not None
+    t0 = time.monotonic()
+    job.process.send_signal(signal.SIGINT)
+    said = job.end(75)
+    assert time.monotonic() - t0 < 10
+    assert f"--resume {job.run.root}" in said
+    last = max(job.losses())
+    job.start().end(0)
+    job.assert_complete(24)
+    (resume,) = [e for e in job.entries() if e["kind"] == "resume"]
+    assert resume["step"] == last >= 5  # nothing was lost
+
+
+@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=[pytest.mark.long, pytest.mark.timeout(1200)])])
+def test_deterministic_losses_do_not_depend_on_kills(tmp_path: Path, kills: int) -> None:
+    """In lock step, a run killed at random moments has the losses of an undisturbed one, bit for bit."""
+    steps = 4 * kills
+    overrides = (*DETERMINISTIC, f"trainer.steps={steps}", "evaluation.every=1000", "checkpoint.every=1")
+    undisturbed = Job(tmp_path / "a", *overrides).start()
+    undisturbed.end(0)
+    undisturbed.assert_complete(steps)
+    job, moments = Job(tmp_path / "b", *overrides), random.Random(kills)
+    for life in range(kills):
+        who = moments.choice([*ROLES, "supervisor", "everything"])
+        job.start()
+        job.at_step(1 + 3 * life)
+        time.sleep(moments.uniform(0, 0.3))
+        job.kill(who)
+        job.end(-signal.SIGKILL if who in ("supervisor", "everything") else 1)
+    job.start().end(0)
+    job.assert_complete(steps)
+    assert len([e for e in job.entries() if e["kind"] == "resume"]) == kills
+    assert job.losses() == undisturbed.losses()
