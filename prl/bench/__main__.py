@@ -1,0 +1,123 @@
+"""`python -m prl.bench WHAT`: measure, print a table, compare with goals."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from prl.bench.rows import Result, publish
+from prl.bench.runs import BenchError
+from prl.config.load import ConfigError
+
+FAILED, CONFIG = 1, 2
+
+HELP = """Measure things against each other in one run on this machine.
+
+Exit codes: 0 every goal was met, 1 one was missed or a run failed, 2 wrong usage, 3 goals were not judged because other work
+uses the machine (the figures are printed all the same). docs/bench.md says what each figure is.
+
+Examples:
+
+  python -m prl.bench pipeline
+
+  python -m prl.bench pipeline --json - | jq '.rows[] | select(.goal)'
+"""
+
+app = typer.Typer(help=HELP, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+@app.callback(invoke_without_command=True)
+def _without_arguments(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE…", help="Values that replace the file's own.")]
+Json = Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write the result there too; - for stdout.")]
+Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the run.")]
+
+
+def _give(measure: Callable[[], Result], json_to: str | None) -> None:
+    """Measure, publish, and end with the exit code."""
+    try:
+        code = publish(measure(), json_to)
+    except ConfigError as e:
+        print(e, file=sys.stderr)
+        raise typer.Exit(CONFIG) from None
+    except (BenchError, OSError) as e:
+        print(f"failed: {e}", file=sys.stderr)
+        raise typer.Exit(FAILED) from None
+    raise typer.Exit(code)
+
+
+Repeats = Annotated[int, typer.Option(min=1, help="Runs of each that are compared.")]
+
+
+@app.command()
+def pipeline(
+    config: Config = Path("bench/pipeline.yaml"),
+    overrides: Overrides = None,
+    steps: Annotated[int, typer.Option(min=2, help="Optimizer steps of a run.")] = 14,
+    warmup: Annotated[int, typer.Option(min=1, help="Of these the first that do not count.")] = 3,
+    repeats: Repeats = 2,
+    json: Json = None,
+) -> None:
+    """The main job, asynchronous beside synchronous: speed, waits, memory; mismatch with router replay on and off."""
+    from prl.bench.pipeline import measure
+
+    _give(lambda: measure(config, overrides or (), steps=steps, warmup=warmup, repeats=repeats), json)
+
+
+@app.command()
+def seeds(
+    config: Config = Path("configs/demo.yaml"),
+    overrides: Overrides = None,
+    seed: Annotated[list[int] | None, typer.Option(help="Give it as often as you like; default 0, 1 and 2.")] = None,
+    json: Json = None,
+) -> None:
+    """What the demo learns under several seeds (`make demo-seeds`); the runs stay in run.dir."""
+    from prl.bench.seeds import measure
+
+    _give(lambda: measure(config, overrides or (), seeds=seed or (0, 1, 2)), json)
+
+
+@app.command()
+def peers(
+    config: Config = Path("bench/peers.yaml"),
+    overrides: Overrides = None,
+    python: Annotated[Path, typer.Option(help="Interpreter of the environment that has TRL.")] = Path(".venv-peers/bin/python"),
+    steps: Annotated[int, typer.Option(min=2, help="Optimizer steps of a run.")] = 30,
+    warmup: Annotated[int, typer.Option(min=1, help="Of these the first that do not count.")] = 5,
+    repeats: Repeats = 3,
+    experts: Annotated[
+        str, typer.Option(help="TRL's experts implementation (eager, batched_mm, grouped_mm); empty: its default.")
+    ] = "",
+    json: Json = None,
+) -> None:
+    """Rollouts per second beside TRL's GRPOTrainer (`make bench-peers` sets up its environment)."""
+    from prl.bench.peers import measure
+
+    if not python.exists():
+        print(f"--python: {python} is not there; `make bench-peers` makes the environment", file=sys.stderr)
+        raise typer.Exit(CONFIG)
+    _give(lambda: measure(python, config, overrides or (), steps=steps, warmup=warmup, repeats=repeats, experts=experts), json)
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Exit code as in HELP."""
+    # So that a run that is under way ends with its bench, and temporary folders go.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        app(args=args, prog_name="python -m prl.bench")
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
