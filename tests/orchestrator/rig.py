@@ -5,10 +5,7 @@ peer that takes batches through the real client, publishes the weights slightly 
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
-import subprocess
-import sys
+import multiprocessing
 import threading
 import time
 from collections.abc import Iterator
@@ -20,7 +17,6 @@ import torch
 from prl.config.load import dump
 from prl.config.schema import Env as EnvConfig
 from prl.config.schema import RunConfig
-from prl.envs.base import SingleTurn, Split, Task, Turn
 from prl.inference import server as inference
 from prl.models.registry import build, init_weights
 from prl.models.spec import read_spec
@@ -33,8 +29,9 @@ from prl.transport.batches import BatchClient, Finish
 from prl.transport.run_dir import RunDir
 from prl.transport.versions import VersionLog
 from prl.transport.weights import WeightStore
+from tests.orchestrator import killed
+from tests.orchestrator.letters import ALPHABET
 
-ALPHABET = "abcdefgh"
 ARCHITECTURE: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "vocab_size": 16,
@@ -52,68 +49,12 @@ ARCHITECTURE: dict[str, Any] = {
 }
 
 
-class Letters(SingleTurn):
-    """Solved when the completion has the prompt's letter in it: a fresh model does so now and then."""
-
-    inline = True
-
-    def size(self, split: Split) -> int:
-        return 64
-
-    def task(self, ordinal: int, split: Split) -> Task:
-        letter = ALPHABET[ordinal % len(ALPHABET)]
-        return Task(ordinal, f"{split}-{ordinal}", f"{letter}{ALPHABET[ordinal // 8 % 8]}", {"letter": letter})
-
-    def score(self, task: Task, completion: str) -> float:
-        return float(task.data["letter"] in completion)
-
-    async def step(self, state: Any, completion: str) -> Turn:
-        return Turn(self.score(state, completion))
-
-
-class Faulty(Letters):
-    """Raises, hangs or answers nonsense, by the task and the letters sampled."""
-
-    inline = False
-
-    def step(self, state: Any, completion: str) -> Turn:  # type: ignore[override]
-        match (state.ordinal + len(completion)) % 8:
-            case 0:
-                raise RuntimeError("broken on purpose")
-            case 1:
-                time.sleep(1.0)
-            case 2:
-                return Turn(float("nan"))
-        return Turn(self.score(state, completion))
-
-
-class Twice(Letters):
-    """Two turns: asks once more, then scores the second answer."""
-
-    async def start(self, task: Task) -> Any:
-        return [task]
-
-    async def step(self, state: Any, completion: str) -> Turn:
-        state.append(completion)
-        return Turn(done=False, text="h") if len(state) == 2 else Turn(self.score(state[0], completion))
-
-
-class Never(Letters):
-    def score(self, task: Task, completion: str) -> float:
-        return 0.0
-
-
-class Always(Letters):
-    def score(self, task: Task, completion: str) -> float:
-        return 1.0
-
-
 def config(root: Path, *, steps: int = 4, env: str = "Letters", **over: Any) -> RunConfig:
     sections: dict[str, Any] = {
         "run": {"dir": root, "name": "run"},
         "model": {"architecture": ARCHITECTURE},
         "tokenizer": {"characters": ALPHABET, "vocab_size": 16},
-        "envs": [EnvConfig(name="letters", kind=f"tests.orchestrator.rig:{env}", timeout_s=0.3)],
+        "envs": [EnvConfig(name="letters", kind=f"tests.orchestrator.letters:{env}", timeout_s=0.3)],
         "sampling": {"max_tokens": 6, "max_length": 24, "max_turns": 2},
         "orchestrator": {"batch_size": 16, "group_size": 4, "max_in_flight": 48, "max_refills": 50},
         "trainer": {"steps": steps, "pack_tokens": 256},
@@ -134,11 +75,11 @@ class Died(Exception):
 
 
 class Trainer(threading.Thread):
-    """The peer of rank 0. `step_s` is how long it "trains". Once `stop` is set it drops dead wherever it is."""
+    """The peer of rank 0. It takes `start_s` to load and `step_s` to "train". Once `stop` is set it drops dead at once."""
 
-    def __init__(self, run: RunDir, config: RunConfig, *, step_s: float = 0.0):
+    def __init__(self, run: RunDir, config: RunConfig, *, step_s: float = 0.0, start_s: float = 0.0):
         super().__init__(daemon=True)
-        self.run_dir, self.config, self.step_s = run, config, step_s
+        self.run_dir, self.config, self.step_s, self.start_s = run, config, step_s, start_s
         self.batches: list[Batch] = []
         self.code: int | None = None
         self.error: BaseException | None = None
@@ -158,6 +99,7 @@ class Trainer(threading.Thread):
         ledger = Ledger(run / "ledger.jsonl")
         model = build(read_spec(config.model.architecture), dtype=torch.float32)  # type: ignore[arg-type]
         init_weights(model, config.run.seed)
+        self.stop.wait(self.start_s)
         folder = checkpoint.latest_complete(run)
         step = saved = checkpoint.read_manifest(folder).step if folder else 0
         if versions.current() is not None:
@@ -251,22 +193,20 @@ class Process:
     """The orchestrator as a process of its own, to be killed."""
 
     def __init__(self, run: RunDir, config: RunConfig):
-        command = [sys.executable, "-m", "prl.launch.role", "orchestrator", "--run", str(run.root)]
-        self._log = (run / "logs" / "orchestrator.log").open("ab")
-        self._child = subprocess.Popen(command, stdout=self._log, stderr=self._log, start_new_session=True)
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.orchestrator.killed", "tests.orchestrator.letters"])
+        self._child = context.Process(target=killed.role, args=(run.root,), daemon=True)
 
     @property
     def code(self) -> int | None:
-        return self._child.poll()
+        return self._child.exitcode
 
     def start(self) -> None:
-        pass
+        self._child.start()
 
     def kill(self) -> None:
-        if self.code is None:
-            os.killpg(self._child.pid, signal.SIGKILL)
-        self._child.wait()
-        self._log.close()
+        self._child.kill()  # SIGKILL
+        self._child.join()
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from prl.config.schema import Env as EnvConfig
 from prl.config.schema import RunConfig, Sampling
 from prl.envs.base import Env
 from prl.evaluate import control, main
-from prl.inference.api import GenerateRequest, Generation
+from prl.inference.api import EngineError, GenerateRequest, Generation
 from prl.inference.client import Client, Replica
 from prl.inference.engine import Engine
 from prl.inference.server import Server
@@ -30,7 +31,8 @@ from prl.orchestrator.rounds import RoundClient
 from prl.orchestrator.sft import Local
 from prl.tokenizer import of_run
 from prl.transport.run_dir import RunDir
-from tests.orchestrator.rig import ARCHITECTURE, Faulty, Letters, config
+from tests.orchestrator.letters import Faulty, Letters
+from tests.orchestrator.rig import ARCHITECTURE, config
 
 SAMPLING = Sampling(max_tokens=6, max_length=24, temperature=0.7)
 
@@ -124,8 +126,6 @@ def test_the_command_and_the_control_write_their_numbers(tmp_path: Path, capsys:
     assert main([str(run.root), "--model", str(run / "control" / "model"), "--json", "-", "evaluation.tasks=12"]) == 0
     shown = orjson.loads(capsys.readouterr().out)
     assert shown["tasks"] == 12 and shown["complete"] and 0 <= shown["sampled"] <= 1
-    import threading
-
     assert control(run, c, 0, threading.Event()) == 0
     assert orjson.loads((run / "control" / "eval.json").read_bytes())["tasks"] == 16
 
@@ -187,3 +187,16 @@ async def test_a_refused_request_of_a_round_fails_alone_and_the_engine_goes_on()
         assert "token 99" in str(answers[0]) and all(isinstance(a, Generation) for a in answers[1:])
         requests[1].request_id = "alone"
         assert len((await client.generate(requests[1])).tokens) == 4, "the replica is not left paused"
+
+
+async def test_a_round_that_cannot_be_queued_fails_and_leaves_no_replica_paused() -> None:
+    async with served(1) as (client, there):
+        rounds = RoundClient(client, lambda: there, timeout_s=0.3)
+        rounds.join("s0")
+        request = GenerateRequest(np.array([2, 3], np.int32), 4, request_id="0")
+        metrics = client.metrics
+        client.metrics = lambda replica: asyncio.sleep(0, {"waiting": 0})  # type: ignore[method-assign, assignment]
+        with pytest.raises(EngineError, match="0 of 1 requests of a round are queued after 0.3 s"):
+            await rounds.generate((0, 0), request)
+        client.metrics = metrics  # type: ignore[method-assign]
+        assert len((await client.generate(GenerateRequest(request.tokens, 4, request_id="1"))).tokens) == 4

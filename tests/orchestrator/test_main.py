@@ -108,6 +108,34 @@ def test_an_evaluation_cut_at_its_deadline_is_not_a_held_out_value(tmp_path: Pat
         assert not e["complete"] and e["sampled"] is None and e["greedy"] is None and "deadline" in e["reason"]
 
 
+def test_the_evaluated_replica_keeps_its_weights_while_the_trainer_goes_on(tmp_path: Path) -> None:
+    c = config(tmp_path, steps=6, env="Slow", inference={"replicas": 2}, evaluation={"every": 1})
+    with running(c, step_s=0.05) as (run, orchestrator, trainer):
+        finish(orchestrator, trainer)
+    assert orchestrator.code == 0 and audit(run).ok
+    evals = records(run, "eval")
+    assert len(evals) > 2 and all(e["complete"] for e in evals), [e["reason"] for e in evals]
+
+
+def test_after_a_resume_nothing_is_generated_before_the_trainer_has_put_it_on_record(tmp_path: Path) -> None:
+    """The weight store still has the abandoned lineage's weights, and the engine comes up with them."""
+    c = config(tmp_path, steps=4, checkpoint={"every": 2})
+    with running(c, step_s=0.2) as (run, orchestrator, trainer):
+        while len(trainer.batches) < 3:
+            time.sleep(0.005)
+        trainer.stop.set()  # dies after step 3, with a checkpoint of step 2
+        trainer.join(10)
+    assert checkpoint.complete(run)[-1][0] == 2
+    with running(c, start_s=1.0) as (run, orchestrator, trainer):
+        time.sleep(0.8)
+        assert orchestrator.is_alive() and records(run, "event")[-1]["name"] == "resume"
+        waited = [s["what"] for s in records(run, "span") if s["name"] == "wait"]
+        finish(orchestrator, trainer)
+    assert orchestrator.code == 0 and audit(run).ok
+    totals = records(run, "event")[-1]["totals"]
+    assert "retried: abandoned" not in totals and "abandoned" not in totals, waited
+
+
 KILLS = [2, pytest.param(20, marks=[pytest.mark.long, pytest.mark.timeout(900)])]
 
 
