@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import sys
 from collections.abc import Collection, Sequence
@@ -20,6 +21,8 @@ from prl.monitor.console import Console
 from prl.transport.run_dir import RunDir
 
 TAIL_LINES = 20
+FULL = 1 << 16
+"""Bytes; a disk with fewer is taken for the reason of a failure."""
 
 HELP = """Train a model by asynchronous reinforcement learning, as the configuration says; show how it goes.
 
@@ -115,6 +118,8 @@ def tell(run: RunDir, state: State) -> None:
             say(f"the last lines of {log}:")
             for line in log.read_text(errors="replace").splitlines()[-TAIL_LINES:]:
                 say(f"  {line}")
+        if shutil.disk_usage(run.root).free < FULL:
+            say(f"the disk of {run.root} is full: free some space, then")
         say(resume)
     elif state.code != DONE:
         reason = (run.read_status("orchestrator") or {}).get("reason", state.cause)
@@ -154,15 +159,15 @@ def command(
     except ConfigError as e:
         say(str(e))
         raise typer.Exit(CONFIG) from None
-    metrics = run.metrics("supervisor")
-    metrics.log("event", name="start" if resume is None else "resume", overrides=given)
     try:
+        metrics = run.metrics("supervisor")
+        metrics.log("event", name="start" if resume is None else "resume", overrides=given)
         state = execute(run, resolved, reopen=bool(given))
+        metrics.log("event", name="end", code=state.code, cause=state.cause)
+        tell(run, state)
     except (RunBusy, OSError) as e:
-        say(f"failed: {e}")
+        say(f"failed: {run.root}: {e}")
         raise typer.Exit(FAILED) from None
-    metrics.log("event", name="end", code=state.code, cause=state.cause)
-    tell(run, state)
     raise typer.Exit(state.code)
 
 

@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import tokenizers
 
+from prl.config.named import SetupError
 from prl.config.schema import RunConfig
 
 PAD, EOS = "<pad>", "<eos>"
 
 
-class TokenizerError(ValueError):
+class TokenizerError(SetupError):
     """A tokenizer that cannot be read or a text that it cannot hold: names the file or the text, and the mend."""
 
 

@@ -10,10 +10,14 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
+class SetupError(ValueError):
+    """Something that the user must mend in the configuration, found when a part is made of it: exit code 2, no traceback."""
+
+
 def named(kind: str, registered: Mapping[str, T], what: str) -> T:
     """The registered `kind`, or the object at the import path `package.module:name`.
 
-    Raises ValueError that names `what` and `kind`, lists what is registered, and says what failed in the import.
+    Raises SetupError that names `what` and `kind`, lists what is registered, and says what failed in the import.
     """
     if kind in registered:
         return registered[kind]
@@ -21,7 +25,7 @@ def named(kind: str, registered: Mapping[str, T], what: str) -> T:
         try:
             return pkgutil.resolve_name(kind)
         except (ImportError, AttributeError, ValueError) as error:
-            raise ValueError(f"{what} {kind!r}: cannot be imported: {error}") from error
+            raise SetupError(f"{what} {kind!r}: cannot be imported: {error}") from error
     near = difflib.get_close_matches(kind, registered, 1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise ValueError(f"{what} {kind!r}: expected one of {', '.join(sorted(registered))}, or package.module:name{hint}")
+    raise SetupError(f"{what} {kind!r}: expected one of {', '.join(sorted(registered))}, or package.module:name{hint}")

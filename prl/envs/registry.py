@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from prl.config.named import named
+from prl.config.named import SetupError, named
 from prl.config.schema import Env as EnvConfig
 from prl.envs.base import Env
 
@@ -21,14 +21,14 @@ KINDS: dict[str, Any] = {  # import paths, so that an environment's libraries lo
 def make(config: EnvConfig, *, seed: int = 0) -> Env:
     """The environment of `config.kind`: registered, or a subclass of `Env` at `package.module:Class`.
 
-    Raises ValueError that names the environment and every wrong option; what the constructor raises passes through.
+    Raises SetupError that names the environment and every wrong option; what the constructor raises passes through.
     """
     found = named(config.kind, KINDS, f"env {config.name}: kind")
     env_class = pkgutil.resolve_name(found) if isinstance(found, str) else found
     if not (isinstance(env_class, type) and issubclass(env_class, Env)):
-        raise ValueError(f"env {config.name}: kind {config.kind!r} is {env_class!r}, expected a subclass of prl.envs.base.Env")
+        raise SetupError(f"env {config.name}: kind {config.kind!r} is {env_class!r}, expected a subclass of prl.envs.base.Env")
     try:
         return env_class(config, seed=seed)
     except ValidationError as error:
         problems = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'options'}: {e['msg']}" for e in error.errors())
-        raise ValueError(f"env {config.name}: options: {problems}") from error
+        raise SetupError(f"env {config.name}: options: {problems}") from error

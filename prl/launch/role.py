@@ -16,6 +16,7 @@ from typing import Annotated
 import typer
 
 from prl.config.load import ConfigError, load_resolved
+from prl.config.named import SetupError
 from prl.launch.supervisor import CONFIG
 from prl.transport.run_dir import RunDir
 
@@ -56,13 +57,13 @@ def main(
         signal.signal(number, lambda *_: stop.set())
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     folder = RunDir(run)
+    module, _, name = MAINS[role].partition(":")
     try:
         config = load_resolved(folder.config_path)
-    except ConfigError as e:
+        code = getattr(importlib.import_module(module), name)(folder, config, index, stop)
+    except (ConfigError, SetupError) as e:
         print(e, file=sys.stderr)
-        raise SystemExit(CONFIG) from None
-    module, _, name = MAINS[role].partition(":")
-    code = getattr(importlib.import_module(module), name)(folder, config, index, stop)
+        code = CONFIG
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the interpreter's own end would restore the default, which kills
     raise SystemExit(code)
 

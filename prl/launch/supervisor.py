@@ -325,7 +325,10 @@ class Supervisor:
         finally:
             self.executor.kill()
         if state.stages:
-            self.run.record_stage(state.stages[0].name, self.clock() - self._began, done=False)
+            try:
+                self.run.record_stage(state.stages[0].name, self.clock() - self._began, done=False)
+            except OSError as e:  # a full disk: the state says what went wrong first
+                self.say(f"the time of stage {state.stages[0].name} is not recorded: {e}")
         return state
 
     def _do(self, action: Action) -> None:

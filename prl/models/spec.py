@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from prl.config.named import SetupError
+
 ARCHITECTURES = {
     "GlmMoeDsaForCausalLM": "glm_moe_dsa",
     "Glm4MoeForCausalLM": "glm4_moe",
@@ -23,7 +25,7 @@ ARCHITECTURES = {
 ROPE_TYPES = ("default", "linear", "llama3")
 
 
-class SpecError(ValueError):
+class SpecError(SetupError):
     """A config.json that prl cannot use: names the key, the value and what is supported."""
 
 
