@@ -9,7 +9,7 @@ import os
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +163,16 @@ def measure(
 
 
 def _detail(measured: Measured) -> dict[str, Any]:
-    s = asdict(measured.steady)
-    records = [{k: r.get(k) for k in ("step", "mismatch_kl", "mismatch_kl_own", "tokens", "time")} for r in s.pop("records")]
-    return s | {"records": records, "memory_mb": measured.job.memory_mb, "wall_s": measured.job.wall_s}
+    s, job = measured.steady, measured.job
+    return {
+        "steps": [s.first + 1, s.last],
+        "seconds": s.seconds,
+        "step_s": s.step_s,
+        "generated_per_s": s.generated_per_s,
+        "trainer_s": s.trainer_s,
+        "waited_s": s.waited,
+        "records": [{k: r.get(k) for k in ("step", "mismatch_kl", "mismatch_kl_own", "tokens", "time")} for r in s.records],
+        "memory_mb": job.memory_mb,
+        "wall_s": job.wall_s,
+        "others": job.others,
+    }

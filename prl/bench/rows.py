@@ -17,6 +17,8 @@ from rich.table import Table
 DONE, MISSED, NOT_JUDGED = 0, 1, 3
 """Exit codes of a bench that ran to its end: goals met (or none set), one missed, some not judged. 2 is wrong usage."""
 
+WIDTH = 140
+"""Columns of the table where the output is no terminal."""
 Verdict = Literal["met", "missed", "not judged"]
 
 
@@ -110,24 +112,19 @@ class Result:
 
     def table(self) -> Table:
         out = Table(title=f"{self.bench}: {self.machine.get('cpu')}, {self.machine.get('cores')} cores", title_justify="left")
-        out.add_column("what", overflow="fold")
-        out.add_column("value", justify="right")
-        out.add_column("quartiles", justify="right")
-        out.add_column("unit")
-        out.add_column("ratio", justify="right")
-        out.add_column("goal")
-        out.add_column("verdict")
+        out.add_column("what", overflow="fold", ratio=1)
+        out.add_column("value (quartiles)", justify="right")
+        out.add_column("ratio", overflow="fold")
+        out.add_column("goal", no_wrap=True)
         colours = {"met": "green", "missed": "red", "not judged": "yellow"}
         for row in self.rows:
             verdict = self.verdict(row)
+            spread = "" if row.quartiles is None else f" ({shown(row.quartiles[0])} – {shown(row.quartiles[1])})"
             out.add_row(
                 row.name,
-                shown(row.value),
-                "" if row.quartiles is None else f"{shown(row.quartiles[0])} – {shown(row.quartiles[1])}",
-                row.unit,
+                f"{shown(row.value)}{spread} {row.unit}".rstrip(),
                 "" if row.ratio is None else f"{row.ratio:.2f} × {row.against}",
-                "" if row.goal is None else str(row.goal),
-                "" if verdict is None else f"[{colours[verdict]}]{verdict}[/]",
+                "" if verdict is None else f"{row.goal}: [{colours[verdict]}]{verdict}[/]",
             )
         return out
 
@@ -158,11 +155,12 @@ def publish(result: Result, json_to: str | None) -> int:
     Returns the exit code.
     """
     console = Console(stderr=json_to == "-")
+    if not console.is_terminal:
+        console = Console(stderr=json_to == "-", width=WIDTH)
     console.print(result.table())
     for reason in result.loaded:
         console.print(f"machine loaded: {reason}", style="yellow", markup=False)
     if json_to is not None:
-        # The option sorts nothing: rows stay in the order of the table.
         text = orjson.dumps(result.as_dict(), option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
         if json_to == "-":
             sys.stdout.buffer.write(text)

@@ -1,0 +1,70 @@
+"""`python -m prl.bench`: what it prints, its exit codes, and the whole way through the real main job."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from prl.bench import main
+from prl.bench.rows import NOT_JUDGED
+from prl.bench.runs import BenchError, run_job
+
+
+def test_without_arguments_it_says_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    out = capsys.readouterr().out
+    assert all(f"\n  {name} " in out for name in ("pipeline", "peers", "seeds"))
+
+
+@pytest.mark.parametrize(
+    "args", [["pipelines"], ["pipeline", "--repeats", "0"], ["pipeline", "no-such.yaml"], ["peers", "--python", "/no"]]
+)
+def test_wrong_usage_is_2(args: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(args) == 2
+    assert capfd.readouterr().err
+
+
+def test_what_cannot_be_measured_is_1_with_the_reason(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "tiny-seed-0").mkdir()
+    assert main(["seeds", "configs/tiny.yaml", f"run.dir={tmp_path}"]) == 1
+    assert "tiny-seed-0: there already" in capfd.readouterr().err
+
+
+def test_a_run_of_the_main_job_that_fails_is_named_with_its_last_words(tmp_path: Path) -> None:
+    with pytest.raises(BenchError, match=r"warm: .*exit code 2\n[^$]*trainer.stepz"):
+        run_job(tmp_path, "warm", Path("configs/tiny.yaml"), ["trainer.stepz=3"])
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_the_pipeline_end_to_end(tmp_path: Path) -> None:
+    """Every variant of the real job; a load put on the machine on purpose keeps the goal from being judged."""
+    load = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
+    env = os.environ | {"TMPDIR": str(tmp_path / "tmp")}
+    (tmp_path / "tmp").mkdir()
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "prl.bench", "pipeline", "configs/tiny.yaml", "sft.steps=2", "--json", "-"]
+            + ["--steps", "7", "--warmup", "2", "--repeats", "1"],
+            capture_output=True,
+            text=True,
+            env=env,
+            check=False,
+        )
+    finally:
+        for process in load:
+            process.kill()
+            process.wait()
+    assert done.returncode == NOT_JUDGED, done.stderr[-2000:]
+    result = json.loads(done.stdout)
+    assert result["loaded"] and "machine loaded" in done.stderr
+    rows = {(r["name"], r["against"]): r for r in result["rows"]}
+    goal = rows["asynchronous: steps", "synchronous"]
+    assert goal["value"] > 0 and goal["verdict"] == "not judged" and goal["met"] is None
+    roles = {name.rpartition(" ")[2] for name, _ in rows if "peak memory" in name}
+    assert roles == {"trainer", "orchestrator", "inference-0"}
+    assert rows["engine in bfloat16, routes replayed: mismatch KL", None]["value"] > 0
+    assert list((tmp_path / "tmp").iterdir()) == []
