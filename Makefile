@@ -1,7 +1,7 @@
 # Everything sets itself up: the virtual environment is made on first use and renewed when the requirements change.
 #   make demo            the main job: SFT, then asynchronous RL, then the control (SEED=n, RANKS=n)
 #   make test            the tests;  make test-long: the slow ones;  make lint: ruff and mypy
-#   make demo-seeds      three seeds, summaries kept in bench/results/
+#   make demo-seeds      three seeds, result kept in bench/results/
 #   make bench-peers     the demo's rollouts/s beside TRL's, in an environment of its own
 # PYTHON: the interpreter (3.11 or newer); VENV: the environment's folder; TORCH_INDEX: where torch comes from, e.g. the CPU index.
 
@@ -56,10 +56,7 @@ demo: $(READY)
 	fi
 
 demo-seeds: $(READY)
-	@mkdir -p bench/results
-	@for seed in 0 1 2; do \
-	  $(MAKE) --no-print-directory demo SEED=$$seed && cp outputs/demo-$$seed/summary.json bench/results/demo-seed-$$seed.json || exit 1; \
-	done
+	$(BIN)/python -m prl.bench seeds --json bench/results/demo-seeds.json $(ARGS)
 
 test: $(READY)
 	$(BIN)/python -m pytest $(ARGS)
@@ -83,7 +80,7 @@ $(PEERS_VENV)/.ready: $(READY)
 	@touch $@
 
 bench-peers: $(READY) $(PEERS_VENV)/.ready
-	$(BIN)/python -m prl.bench peers --python $(PEERS_VENV)/bin/python $(ARGS)
+	$(BIN)/python -m prl.bench peers --python $(PEERS_VENV)/bin/python --json bench/results/peers.json $(ARGS)
 
 clean:
 	rm -rf $(VENV) $(PEERS_VENV) build *.egg-info

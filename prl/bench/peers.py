@@ -135,7 +135,7 @@ def measure(
     warmup: int,
     repeats: int,
     experts: str,
-    timeout_s: float = 300.0,
+    timeout_s: float = 600.0,
 ) -> Result:
     """Alternate the two, `repeats` times each. Raises BenchError, ConfigError."""
     given = [*COMMON, *overrides]

@@ -123,7 +123,7 @@ def rows_of(measured: Mapping[str, Sequence[Measured]], batch_size: int) -> list
 
 
 def measure(
-    config_path: Path, overrides: Sequence[str] = (), *, steps: int, warmup: int, repeats: int, timeout_s: float = 300.0
+    config_path: Path, overrides: Sequence[str] = (), *, steps: int, warmup: int, repeats: int, timeout_s: float = 600.0
 ) -> Result:
     """Warm-start once where the configuration says so, then every variant. Raises BenchError, ConfigError."""
     given = [*QUIET, *overrides]

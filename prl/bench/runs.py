@@ -117,7 +117,7 @@ def run_job(
     overrides: Sequence[str],
     *,
     module: str = "prl.rl",
-    timeout_s: float = 300.0,
+    timeout_s: float = 600.0,
     show: bool = False,
 ) -> Job:
     """`python -m prl.rl CONFIG …` in `folder`/`name`; the folder stays for who wants to read more of it."""
