@@ -20,7 +20,6 @@ from prl.launch.supervisor import CONFIG, DONE, FAILED, State, Supervisor
 from prl.monitor.console import Console
 from prl.transport.run_dir import RunDir
 
-TAIL_LINES = 20
 FULL = 1 << 16
 """Bytes; a disk with fewer is taken for the reason of a failure."""
 
@@ -108,33 +107,33 @@ def execute(run: RunDir, config: RunConfig, *, reopen: bool = False, without: Co
         lock.release()
 
 
-def tell(run: RunDir, state: State) -> None:
-    """The end of the run in the user's words; for a finished one the report and the closing table."""
-    resume = f"continue with: python -m prl.rl --resume {run.root}"
+def tell(run: RunDir, state: State, command: str = "prl.rl") -> None:
+    """Why the run ended before it was done, and how to go on."""
     if state.phase == "failed":
         say(f"failed: {state.cause}")
-        log = run / "logs" / f"{state.culprit}.log"
-        if log.exists():
-            say(f"the last lines of {log}:")
-            for line in log.read_text(errors="replace").splitlines()[-TAIL_LINES:]:
-                say(f"  {line}")
+        if state.last_words:
+            say(f"the last lines of {run / 'logs' / state.culprit}.log:")
+        for line in state.last_words:
+            say(f"  {line}")
         if shutil.disk_usage(run.root).free < FULL:
             say(f"the disk of {run.root} is full: free some space, then")
-        say(resume)
-    elif state.code != DONE:
+    else:
         reason = (run.read_status("orchestrator") or {}).get("reason", state.cause)
         say(f"saved before the run was done: {reason}")
-        say(resume)
-    else:
-        from rich.console import Console as Terminal
+    say(f"continue with: python -m {command} --resume {run.root}")
 
-        from prl.monitor.report import write_report
-        from prl.monitor.summary import table, write_summary
 
-        summary = write_summary(run)
-        report = write_report(run)
-        Terminal().print(table(summary))
-        print(f"report: {report}")
+def report(run: RunDir) -> None:
+    """Write summary and report of a finished run and print the closing table."""
+    from rich.console import Console as Terminal
+
+    from prl.monitor.report import write_report
+    from prl.monitor.summary import table, write_summary
+
+    summary = write_summary(run)
+    page = write_report(run)
+    Terminal().print(table(summary))
+    print(f"report: {page}")
 
 
 @app.command(help=HELP)
@@ -164,7 +163,10 @@ def command(
         metrics.log("event", name="start" if resume is None else "resume", overrides=given)
         state = execute(run, resolved, reopen=bool(given))
         metrics.log("event", name="end", code=state.code, cause=state.cause)
-        tell(run, state)
+        if state.code == DONE:
+            report(run)
+        else:
+            tell(run, state)
     except (RunBusy, OSError) as e:
         say(f"failed: {run.root}: {e}")
         raise typer.Exit(FAILED) from None

@@ -12,7 +12,7 @@ import typer
 from prl.config.load import ConfigError, Problem, dump
 from prl.launch.local import RunBusy
 from prl.launch.supervisor import CONFIG, DONE, FAILED
-from prl.rl import execute, open_run, say
+from prl.rl import execute, open_run, say, tell
 
 HELP = """Train a model on the worked answers of the configuration's environments (its section `sft`).
 
@@ -60,7 +60,7 @@ def command(
     if state.code == DONE:
         print(run / "sft" / "model")
     else:
-        say(f"{state.cause}; continue with: python -m prl.sft --resume {run.root}")
+        tell(run, state, "prl.sft")
     raise typer.Exit(state.code)
 
 

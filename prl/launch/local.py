@@ -133,6 +133,7 @@ class LocalExecutor:
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,  # so that it does not keep the user's pipe open
             stderr=subprocess.DEVNULL,
+            env=role_environment(os.environ, (), 1) | {guard.MARK: self._mark},
             start_new_session=True,
             pass_fds=[lock.fd],
         )

@@ -64,6 +64,8 @@ class State:
     cause: str = ""
     culprit: str = ""
     """The role whose log tells more about the cause."""
+    last_words: tuple[str, ...] = ()
+    """The end of that log."""
 
     @property
     def over(self) -> bool:
@@ -275,6 +277,7 @@ def _how(code: int) -> str:
 
 POLL_S = 0.05
 BEATS_S = 0.5
+TAIL_LINES = 20
 FIRST_CAUSE_S = 0.5
 """After a role failed, how long others are given to fail too, so that the first cause can be told from what followed."""
 
@@ -324,6 +327,8 @@ class Supervisor:
                     actions += more
         finally:
             self.executor.kill()
+        if state.culprit:
+            state = replace(state, last_words=tuple(self.executor.log_tail(state.culprit, TAIL_LINES)))
         if state.stages:
             try:
                 self.run.record_stage(state.stages[0].name, self.clock() - self._began, done=False)

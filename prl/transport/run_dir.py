@@ -27,6 +27,7 @@ class RunDir:
     def create(self) -> RunDir:
         """Make the folders and the secret where they are not there yet."""
         self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.root.chmod(0o700)  # it may have been there
         for name in ("status", "logs", "rendezvous", "checkpoints", "spool"):
             (self.root / name).mkdir(exist_ok=True, mode=0o700)
         if not self.secret_path.exists():

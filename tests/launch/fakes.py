@@ -36,6 +36,8 @@ def behave(name: str, what: str, run: RunDir) -> int:
         while True:
             status.set(phase="starting")
             time.sleep(0.05)
+    if what == "victim":
+        run.find("inference-0", 20)
     status.set(phase="running")
     t0 = time.monotonic()
     marker = os.environ.get("PRL_FAKE_MARKER", "0")

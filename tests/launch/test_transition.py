@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prl.config.load import load
-from prl.config.schema import RunConfig
+from prl.config.schema import Launch, RunConfig
 from prl.launch.roles import role_specs, stages_of
 from prl.launch.supervisor import (
     Beat,
@@ -182,7 +182,7 @@ def test_every_run_ends_whatever_happens(script: list[tuple]) -> None:
 
 
 def config(**changes: object) -> RunConfig:
-    return load("configs/demo.yaml").model_copy(update=changes)
+    return load("configs/demo.yaml").model_copy(update={"launch": Launch(), **changes})
 
 
 def test_the_stages_of_a_configuration(tmp_path) -> None:  # type: ignore[no-untyped-def]

@@ -11,7 +11,7 @@ class Letters(SingleTurn):
 
     def task(self, ordinal: int, split: Split) -> Task:
         text = "".join("abcdefghijklmnop"[ordinal >> shift & 15] for shift in (12, 8, 4, 0))
-        return Task(ordinal, f"{split}-{ordinal}", f"{text}: ")
+        return Task(ordinal, f"{split}-{ordinal}", f"{text}>")
 
     def score(self, task: Task, completion: str) -> float:
         return sum(c < "n" for c in completion) / max(len(completion), 1)

@@ -1,0 +1,48 @@
+"""The run's folder: private, a secret that is kept, addresses and stage times."""
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from prl.transport.run_dir import RunDir
+
+
+def test_the_folder_is_private_and_keeps_its_secret(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    root.mkdir(mode=0o755)
+    run = RunDir(root).create()
+    assert root.stat().st_mode & 0o777 == 0o700 and run.secret_path.stat().st_mode & 0o777 == 0o600
+    secret, run_id = run.secret, run.id
+    assert len(secret) == 64 and run_id not in secret and secret not in str(run.weights_path("shared_memory"))
+    assert RunDir(root).create().secret == secret and RunDir(root).id == run_id
+    assert RunDir(tmp_path / "other").create().id != run_id
+    run.secret_path.chmod(0o640)
+    with pytest.raises(PermissionError, match="mode 640, expected 600"):
+        _ = run.secret
+
+
+def test_roles_find_each_other(tmp_path: Path) -> None:
+    run = RunDir(tmp_path).create()
+    waits: list[float] = []
+    with pytest.raises(TimeoutError, match="trainer did not announce itself in .*rendezvous within 0.1 s"):
+        run.find("trainer", 0.1, on_wait=lambda: waits.append(time.monotonic()))
+    assert len(waits) > 1
+    threading.Timer(0.1, lambda: run.announce("trainer", host="h", port=1)).start()
+    assert run.find("trainer", 5)["port"] == 1
+    assert run.address("trainer")["pid"] == os.getpid()  # type: ignore[index]
+    run.status("trainer").set(phase="x")
+    assert run.read_status("trainer")["phase"] == "x"  # type: ignore[index]
+    run.forget_roles()
+    assert run.address("trainer") is None and run.read_status("trainer") is None
+
+
+def test_stage_times_add_up(tmp_path: Path) -> None:
+    run = RunDir(tmp_path).create()
+    assert run.stages() == {}
+    run.record_stage("rl", 2.0, done=False)
+    run.record_stage("rl", 3.0, done=True)
+    run.record_stage("control", 1.0, done=False)
+    assert RunDir(tmp_path).stages() == {"rl": {"wall_s": 5.0, "done": True}, "control": {"wall_s": 1.0, "done": False}}
