@@ -89,7 +89,8 @@ def test_variants_are_what_they_are_called(name: str) -> None:
     assert config.orchestrator.synchronous == (name in (SYNC, SYNC_ALL))
     assert config.inference.dtype == ("bfloat16" if name in (REPLAY, NO_REPLAY) else "float32")
     assert config.trainer.router_replay == (name != NO_REPLAY)
-    assert config.launch.threads == ({"trainer": 2, "inference": 2} if name == SYNC_ALL else {})
+    plain = load("bench/pipeline.yaml", []).launch.threads
+    assert config.launch.threads == ({"trainer": 2, "inference": 2} if name == SYNC_ALL else plain)
 
 
 def test_the_pipeline_is_the_demo_but_for_reward_warm_start_and_control() -> None:
