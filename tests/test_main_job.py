@@ -43,11 +43,12 @@ class Job:
         self.run = RunDir(folder / "job")
         self.first = (CONFIG, f"run.dir={folder}", "run.name=job", "monitor.console=off", *overrides)
         self.process: subprocess.Popen[str] | None = None
-        self.force = ""
+        self.swept = True
+        """Whether somebody is left to clean up after this life: all but `kill -9` of everything, or before there is a guard."""
 
     def start(self) -> Job:
         """The first life, or a resume."""
-        self.force = ""
+        self.swept = True
         resume = self.run.config_path.exists()
         arguments: Sequence[str] = ("--resume", str(self.run.root)) if resume else self.first
         env = {**os.environ, "PYTHONPATH": f"{ROOT}:{JOB}"}
@@ -92,8 +93,9 @@ class Job:
     def kill(self, who: str) -> None:
         """kill -9 of a role, of the supervisor, or of everything at once."""
         assert self.process is not None
-        self.force = who
-        if who == "everything":  # nobody is left to clean up: the resume does
+        guards = [p for p in guard.strays(self.run.id) if b"guard.py" in Path(f"/proc/{p}/cmdline").read_bytes()]
+        self.swept = who != "everything" and bool(guards)
+        if who == "everything":
             for pid in [self.process.pid, *guard.strays(self.run.id)]:
                 os.kill(pid, signal.SIGKILL)
         else:
@@ -102,9 +104,9 @@ class Job:
     def assert_nothing_left(self) -> None:
         RunLock(self.run, wait_s=5).release()  # a guard that cleans up holds it
         assert guard.strays(self.run.id) == []
-        assert self.force == "everything" or not self.run.weights_path("shared_memory").exists()
+        assert not self.swept or not self.run.weights_path("shared_memory").exists()
         ports = [json.loads(path.read_text())["port"] for path in (self.run / "rendezvous").iterdir()]
-        deadline = time.monotonic() + (5 if self.force == "everything" else 0)
+        deadline = time.monotonic() + (0 if self.swept else 5)
         while any(listens(port) for port in ports):
             assert time.monotonic() < deadline, ports
             time.sleep(0.05)
