@@ -104,6 +104,7 @@ def test_the_spool_names_what_it_cannot_read_and_prunes_whole_segments(tmp_path:
     found, broken = Spool(tmp_path, "run").load(places | {"gone": (7, 0, 10)})
     assert set(found) == {"r1", "r3"}
     assert len(broken) == 2 and "r2" in broken[0] and "checksum" in broken[0] and "000007.bin" in broken[1]
+    assert "holds rollout r3" in Spool(tmp_path, "run").load({"r1": places["r3"]})[1][0]
     assert not Spool(tmp_path, "another run").load({"r1": places["r1"]})[0]
     spool.prune(1)
     assert not path.exists() and (tmp_path / "000001.bin").exists()

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from prl.orchestrator.scheduler import QueueTooSmall, Rules, length_bucket, spread
@@ -103,7 +103,9 @@ class Orchestration(RuleBasedStateMachine):
             self.world.run_to_end()
 
 
-Orchestration.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+# Shrinking takes minutes; let it run (all phases) when a failure here is to be understood.
+PHASES = (Phase.explicit, Phase.reuse, Phase.generate)
+Orchestration.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None, phases=PHASES)
 TestOrchestration = Orchestration.TestCase
 
 
@@ -150,6 +152,31 @@ def test_a_rollout_over_the_bound_is_cancelled_dropped_and_counted_by_length() -
     world.finish(slow, 1.0, "cancelled")
     assert world.scheduler.take_dropped()["stale"] == {"4": 4}, "it and its group, whose other members waited for it"
     assert {f.fate for f in world.fates if f.ordinal == 0} == {"stale"}
+    world.run_to_end()
+
+
+def test_a_rollout_that_ends_over_the_bound_is_dropped() -> None:
+    world, slow = stale_world(mask=False)
+    world.finish(slow, 0.5)
+    (dropped,) = [f for f in world.fates if slow in [i for _, i in f.members]]
+    assert (dropped.fate, dropped.reason) == ("stale", "max_staleness")
+    assert all(min(r.samples[0].versions[2:]) >= 1 for r in world.scheduler.held())
+    world.run_to_end()
+
+
+def test_a_rollout_sampled_by_weights_of_an_abandoned_lineage_is_generated_anew() -> None:
+    world = World(Rules(batch_size=4, group_size=4, steps=6, lead=2), every=1)
+    while world.trained < 2:
+        world.round()
+    world.checkpoint = (1, *world.states[1])
+    world.crash(late_engine=True)
+    (work, *_) = world.dispatch()
+    world.finish(work.id, 1.0)
+    assert work.id not in {r.id for r in world.scheduler.held()}
+    assert world.scheduler.totals["retried: abandoned"] == 1
+    world.update()
+    (again,) = world.dispatch()
+    assert (again.ordinal, again.index, again.attempt) == (work.ordinal, work.index, work.attempt)
     world.run_to_end()
 
 
