@@ -64,12 +64,12 @@ class MLA(AttentionLayer):
         )
         latent_THC = torch.bmm(nope_THN.transpose(0, 1), up_HNC).transpose(0, 1)
         q_THX = torch.cat((latent_THC, inputs.rotate(rope_THR)), -1)
-        q_THX = q_THX * (self.nope_width + self.rope_width) ** -0.5
 
-        parts = [
-            latent_attention(b.queries(q_THX), b.keys(self.layer, "kv", key_TX), mask, self.kv_latent)
-            for b, mask in zip(inputs.layout.buckets, selection.masks_BQS, strict=True)
-        ]
-        out_THC = inputs.layout.merge(parts)
-        out_THV = torch.bmm(out_THC.transpose(0, 1), up_HVC.transpose(1, 2)).transpose(0, 1)
-        return self.o_proj(out_THV.flatten(1)), selection
+        scale = (self.nope_width + self.rope_width) ** -0.5
+        parts = []
+        for bucket, mask_BQS in zip(inputs.layout.buckets, selection.masks_BQS, strict=True):
+            keys_BSX = bucket.keys(self.layer, "kv", key_TX)
+            out_BQHC = latent_attention(bucket.queries(q_THX), keys_BSX, mask_BQS, self.kv_latent, scale)
+            out_HPV = torch.bmm(out_BQHC.flatten(0, 1).transpose(0, 1), up_HVC.transpose(1, 2))
+            parts.append(out_HPV.transpose(0, 1).reshape(*mask_BQS.shape[:2], -1))
+        return self.o_proj(inputs.layout.merge(parts)), selection

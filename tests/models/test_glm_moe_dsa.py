@@ -325,8 +325,23 @@ def test_replayed_selections_are_used():
     torch.testing.assert_close(model(replace(inputs, selections_TAS=first)).hidden_TD, own.hidden_TD, rtol=0, atol=1e-5)
 
 
-def test_shared_layers_have_no_indexer_and_use_the_one_before():
-    model = make()
-    names = {n for n, _ in model.named_parameters() if "indexer" in n}
-    assert {n.split(".")[2] for n in names} == {"0", "2", "3"}
-    assert [name for layer, name, _ in model.cache_spec() if layer == 1] == ["kv"]
+def test_a_layer_without_an_indexer_uses_the_selection_before_it():
+    """Layers 0 and 2 are full, 1 and 3 shared: replaying layer 2's selection moves layer 3's, layer 0's stays with layer 1."""
+    model = make(CONFIG | {"indexer_types": ["full", "shared", "full", "shared"]})
+    masks = {}
+    for i, block in enumerate(model.layers):
+        block.register_forward_hook(lambda m, args, out, i=i: masks.__setitem__(i, out.selection.masks_BQS[0]))
+    inputs = given([60], record_selections=True)
+    model(inputs)
+    assert torch.equal(masks[0], masks[1]) and torch.equal(masks[2], masks[3])
+    assert not torch.equal(masks[0], masks[2])
+    names = {n.split(".")[2] for n, _ in model.named_parameters() if "indexer" in n}
+    assert names == {"0", "2"}
+    assert [(layer, name) for layer, name, _ in model.cache_spec()] == [
+        (0, "kv"),
+        (0, "index"),
+        (1, "kv"),
+        (2, "kv"),
+        (2, "index"),
+        (3, "kv"),
+    ]
