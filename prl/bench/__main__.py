@@ -26,6 +26,8 @@ Examples:
   python -m prl.bench pipeline
 
   python -m prl.bench pipeline --json - | jq '.rows[] | select(.goal)'
+
+  python -m prl.bench pipeline sft=null model.architecture=null model.path=outputs/demo-0/sft/model
 """
 
 app = typer.Typer(help=HELP, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -60,7 +62,7 @@ Repeats = Annotated[int, typer.Option(min=1, help="Runs of each that are compare
 
 @app.command()
 def pipeline(
-    config: Config = Path("bench/pipeline.yaml"),
+    config: Config = Path("configs/demo.yaml"),
     overrides: Overrides = None,
     steps: Annotated[int, typer.Option(min=2, help="Optimizer steps of a run.")] = 14,
     warmup: Annotated[int, typer.Option(min=1, help="Of these the first that do not count.")] = 3,

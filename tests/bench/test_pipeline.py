@@ -85,15 +85,9 @@ def test_compared_variants_take_turns_in_going_first() -> None:
 
 @pytest.mark.parametrize("name", variants(2))
 def test_variants_are_what_they_are_called(name: str) -> None:
-    config = load("bench/pipeline.yaml", variants(2)[name])
+    config = load("configs/demo.yaml", variants(2)[name])
     assert config.orchestrator.synchronous == (name in (SYNC, SYNC_ALL))
     assert config.inference.dtype == ("bfloat16" if name in (REPLAY, NO_REPLAY) else "float32")
     assert config.trainer.router_replay == (name != NO_REPLAY)
-    plain = load("bench/pipeline.yaml", []).launch.threads
+    plain = load("configs/demo.yaml", []).launch.threads
     assert config.launch.threads == ({"trainer": 2, "inference": 2} if name == SYNC_ALL else plain)
-
-
-def test_the_pipeline_is_the_demo_but_for_reward_warm_start_and_control() -> None:
-    demo, here = (load(path, []).model_dump() for path in ("configs/demo.yaml", "bench/pipeline.yaml"))
-    assert {k for k in demo if demo[k] != here[k]} == {"run", "envs", "sft", "control"}
-    assert {k for k in demo["envs"][0] if demo["envs"][0][k] != here["envs"][0][k]} == {"kind"}
