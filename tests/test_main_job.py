@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -118,79 +118,96 @@ class Job:
         assert all(not e.get("skipped") for e in self.entries())
 
 
-def test_undisturbed(tmp_path: Path) -> None:
-    job = Job(tmp_path).start()
-    said = job.end(0)
-    job.assert_complete(8)
-    summary = json.loads((job.run / "summary.json").read_text())
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
+    """Makes jobs in folders below `tmp_path`; whatever a failed test left running ends here."""
+    made: list[Job] = []
+
+    def make(*overrides: str, name: str = "a") -> Job:
+        made.append(Job(tmp_path / name, *overrides))
+        return made[-1]
+
+    yield make
+    for j in made:
+        if j.process is not None and j.process.poll() is None:
+            j.process.kill()
+            j.process.communicate()
+            RunLock(j.run, wait_s=10).release()
+
+
+def test_undisturbed(job: Callable[..., Job]) -> None:
+    one = job().start()
+    said = one.end(0)
+    one.assert_complete(8)
+    summary = json.loads((one.run / "summary.json").read_text())
     assert summary["steps"] == 8 and summary["rollouts_trained"] == 128
     assert summary["unrouted_fraction"] == 0 and summary["mismatch_kl_own"] < 1e-3 and summary["staleness_max"] <= 2
     assert summary["held_out_sft"] is not None and summary["held_out_final"] is not None
-    assert "report.html" in said and "<html" in (job.run / "report.html").read_text()[:200].lower()
-    assert (job.run / "model" / "config.json").exists()
-    assert VersionLog(job.run / "versions.jsonl").current() == 8
-    audited = subprocess.run([sys.executable, "-m", "prl.report", str(job.run.root), "--audit"], cwd=ROOT, timeout=60)
+    assert "report.html" in said and "<html" in (one.run / "report.html").read_text()[:200].lower()
+    assert (one.run / "model" / "config.json").exists()
+    assert VersionLog(one.run / "versions.jsonl").current() == 8
+    audited = subprocess.run([sys.executable, "-m", "prl.report", str(one.run.root), "--audit"], cwd=ROOT, timeout=60)
     assert audited.returncode == 0
 
 
-def test_what_only_a_role_can_find_wrong_with_a_configuration_ends_with_2(tmp_path: Path) -> None:
-    said = Job(tmp_path, "envs=[{name: letters, kind: 'letters:Latters'}]").start().end(2)
+def test_what_only_a_role_can_find_wrong_with_a_configuration_ends_with_2(job: Callable[..., Job]) -> None:
+    said = job("envs=[{name: letters, kind: 'letters:Latters'}]").start().end(2)
     assert "env letters: kind 'letters:Latters': cannot be imported" in said and "Traceback" not in said
 
 
-def test_kill_9_of_each_process_then_resume(tmp_path: Path) -> None:
+def test_kill_9_of_each_process_then_resume(job: Callable[..., Job]) -> None:
     """One run, five lives that end by force, and a sixth."""
-    job = Job(tmp_path, "trainer.steps=24")
+    one = job("trainer.steps=24")
     for step, who in ((3, "trainer"), (6, "inference-0"), (9, "orchestrator"), (12, "supervisor"), (15, "everything")):
-        job.start().at_step(step)
-        job.kill(who)
-        said = job.end(-signal.SIGKILL if who in ("supervisor", "everything") else 1)
+        one.start().at_step(step)
+        one.kill(who)
+        said = one.end(-signal.SIGKILL if who in ("supervisor", "everything") else 1)
         if who in ROLES:
             assert f"{who} was killed by SIGKILL" in said
-    job.start().end(0)
-    job.assert_complete(24)
-    resumes = [e for e in job.entries() if e["kind"] == "resume"]
+    one.start().end(0)
+    one.assert_complete(24)
+    resumes = [e for e in one.entries() if e["kind"] == "resume"]
     assert len(resumes) == 5 and resumes[-1]["step"] >= 10
 
 
-def test_a_stop_request_saves_the_last_step(tmp_path: Path) -> None:
-    job = Job(tmp_path, "trainer.steps=24", "checkpoint.every=1000").start()
-    job.at_step(5)
-    assert job.process is not None
+def test_a_stop_request_saves_the_last_step(job: Callable[..., Job]) -> None:
+    one = job("trainer.steps=24", "checkpoint.every=1000").start()
+    one.at_step(5)
+    assert one.process is not None
     t0 = time.monotonic()
-    job.process.send_signal(signal.SIGINT)
-    said = job.end(75)
+    one.process.send_signal(signal.SIGINT)
+    said = one.end(75)
     assert time.monotonic() - t0 < 10
-    assert f"--resume {job.run.root}" in said
-    last = max(job.losses())
-    job.start().end(0)
-    job.assert_complete(24)
-    (resume,) = [e for e in job.entries() if e["kind"] == "resume"]
+    assert f"--resume {one.run.root}" in said
+    last = max(one.losses())
+    one.start().end(0)
+    one.assert_complete(24)
+    (resume,) = [e for e in one.entries() if e["kind"] == "resume"]
     assert resume["step"] == last >= 5  # nothing was lost
 
 
 @pytest.mark.parametrize("kills", [2, pytest.param(20, marks=[pytest.mark.long, pytest.mark.timeout(1200)])])
-def test_deterministic_losses_do_not_depend_on_kills(tmp_path: Path, kills: int) -> None:
+def test_deterministic_losses_do_not_depend_on_kills(job: Callable[..., Job], kills: int) -> None:
     """In lock step, a run killed at random moments has the losses of an undisturbed one, bit for bit."""
     steps = 4 * kills
     overrides = (*DETERMINISTIC, f"trainer.steps={steps}", "evaluation.every=1000", "checkpoint.every=1")
-    undisturbed = Job(tmp_path / "a", *overrides).start()
+    undisturbed = job(*overrides).start()
     undisturbed.end(0)
     undisturbed.assert_complete(steps)
-    job, moments = Job(tmp_path / "b", *overrides), random.Random(kills)
+    one, moments = job(*overrides, name="b"), random.Random(kills)
     for life in range(kills):
-        job.start()
+        one.start()
         if moments.random() < 0.3:  # while it starts
-            job.until(job.run.config_path.exists)
+            one.until(one.run.config_path.exists)
             time.sleep(moments.uniform(0, 4))
             who = moments.choice(["supervisor", "everything"])
         else:
-            job.at_step(1 + 3 * life)
+            one.at_step(1 + 3 * life)
             time.sleep(moments.uniform(0, 0.3))
             who = moments.choice([*ROLES, "supervisor", "everything"])
-        job.kill(who)
-        job.end(-signal.SIGKILL if who in ("supervisor", "everything") else 1)
-    job.start().end(0)
-    job.assert_complete(steps)
-    assert any(e["kind"] == "resume" for e in job.entries())
-    assert job.losses() == undisturbed.losses()
+        one.kill(who)
+        one.end(-signal.SIGKILL if who in ("supervisor", "everything") else 1)
+    one.start().end(0)
+    one.assert_complete(steps)
+    assert any(e["kind"] == "resume" for e in one.entries())
+    assert one.losses() == undisturbed.losses()

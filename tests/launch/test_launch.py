@@ -93,6 +93,8 @@ def start(tmp_path: Path) -> Iterator[object]:
     for s in started:
         if s.process.poll() is None:
             s.process.kill()
+            s.process.communicate()
+            RunLock(s.run, wait_s=10).release()
 
 
 def spent(since: float) -> float:
