@@ -9,6 +9,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import asdict
 from typing import Any
 
@@ -86,14 +87,8 @@ class Orchestrator:
         replicas: Callable[[], list[Replica]],
         moe_layers: tuple[int, ...],
     ):
-        self.run_dir, self.config, self.stop, self.metrics, self.status, self.replicas = (
-            run,
-            config,
-            stop,
-            metrics,
-            status,
-            replicas,
-        )
+        self.run_dir, self.config, self.stop = run, config, stop
+        self.metrics, self.status, self.replicas = metrics, status, replicas
         self.waits = Waits(status, config.launch.wait_timeout_s)
         self.versions = VersionLog(run / "versions.jsonl")
         self.log = TaskLog(run / "tasks.jsonl")
@@ -125,24 +120,26 @@ class Orchestrator:
         self.changed = asyncio.Event()
         self.next_evaluation = 0
         self.first_segments: dict[int, int] = {}
-        self.server: BatchServer
         self._steps: dict[int, int] = {}
         self._polled = 0.0
 
     async def run(self) -> int:
-        """The main loop: dispatch what may run, cut what is full, else wait for something to happen."""
+        """From the newest checkpoint, if there is one, to the run's end; the exit code."""
         self._resume()
-        self.server = BatchServer(
+        server = BatchServer(
             self.run_dir,
             self.run_dir.secret,
             ranks=self.config.trainer.ranks,
             first_step=self.scheduler.step + 1,
             max_bytes=self.config.orchestrator.queue_bytes,
         )
-        self._spawn("acknowledgements", self._acknowledgements())
-        self.status.set(phase="generating", step=self.scheduler.step)
-        if not await self._first_weights():
-            return await self._save("asked to stop")
+        with closing(server) as self.server:
+            self._spawn("acknowledgements", self._acknowledgements())
+            self.status.set(phase="generating", step=self.scheduler.step)
+            return await self._loop() if await self._first_weights() else await self._save("asked to stop")
+
+    async def _loop(self) -> int:
+        """Dispatch what may run, cut what is full, else wait for something to happen."""
         while not self.scheduler.finished_all:
             if self.stop.is_set():
                 return await self._save("asked to stop")
@@ -261,8 +258,6 @@ class Orchestrator:
         for task in self.background.values():
             task.cancel()
         await asyncio.gather(*self.background.values(), return_exceptions=True)
-        if hasattr(self, "server"):
-            self.server.close()
         self.log.close()
         self.spool.close()
 
@@ -352,7 +347,7 @@ class Orchestrator:
         checksum = measures.checksum(rollouts)
         ranks, budget = config.trainer.ranks, config.trainer.pack_tokens
         batches = pack(rollouts, step=cut.step, budget=budget, ranks=ranks, checksum=checksum)
-        while True:
+        while not self.stop.is_set():
             try:
                 self.server.offer(cut.step, batches, state)
                 break
