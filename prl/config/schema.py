@@ -48,7 +48,7 @@ class Tokenizer(Section):
     characters: str | None = None
     """One token a character of this alphabet, instead of a file."""
     vocab_size: PositiveInt | None = None
-    """Pad the character vocabulary to this size with tokens that are never sampled."""
+    """Pad the character vocabulary to this size with tokens that no text has; training makes them unlikely."""
 
 
 class Env(Section):
