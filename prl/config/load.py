@@ -86,6 +86,12 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
+def _string(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    """Line breaks of Unicode come back as they were only from an escape, so in double quotes."""
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if set(text) & set("\x85\u2028\u2029") else None)
+
+
+_Dumper.add_representer(str, _string)
 for _cls in (_Loader, _Dumper):
     for _tag, (_pattern, _first) in _SCALARS.items():
         _firsts = [*_first, ""] if _tag == "null" else list(_first)
@@ -112,7 +118,7 @@ def _parse(text: str, name: str, tree: _Tree) -> Any:
                 if not isinstance(k, yaml.ScalarNode):
                     tree.problems.append(Problem(_dotted(key) or name, "a key must be a plain string", at))
                 elif k.value in out:
-                    tree.problems.append(Problem(_dotted((*key, k.value)), "written twice in one mapping", at))
+                    tree.problems.append(Problem(_dotted((*key, k.value)) or name, "written twice in one mapping", at))
                 else:
                     out[k.value] = value(v, (*key, k.value))
                     tree.origins[(*key, k.value)] = at
@@ -195,7 +201,8 @@ def _override(tree: _Tree, text: str) -> None:
     dotted, equals, raw = text.partition("=")
     steps = dotted.strip().split(".")
     if not equals or not all(steps):
-        tree.problems.append(Problem(text, "expected dotted.key=value, for example trainer.optim.lr=1e-5"))
+        name = text if text.strip() else f"override {text!r}"
+        tree.problems.append(Problem(name, "expected dotted.key=value, for example trainer.optim.lr=1e-5"))
         return
     read = _Tree()
     value = _parse(raw, "", read)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from prl.config.load import ConfigError, dump, load, load_resolved
@@ -205,6 +205,7 @@ plain = st.recursive(
 
 @settings(max_examples=60, deadline=None)
 @given(plain)
+@example("a\x85\u2028b\u2029")
 def test_whatever_an_option_holds_survives_the_stored_file(tmp_path_factory: pytest.TempPathFactory, value: object) -> None:
     config = RunConfig.model_validate(
         {"model": {"architecture": {"x": value}}, "tokenizer": {"characters": "a"}, "envs": [{"name": "a", "kind": "b"}]}
@@ -237,6 +238,8 @@ def loads_or_reports(path: Path, *overrides: str) -> None:
     st.binary(max_size=60) | st.text(max_size=60).map(lambda t: t.encode("utf-8", "replace")),
     st.lists(st.text(max_size=12), max_size=2),
 )
+@example(b"a: 1", [""])
+@example(b"{'': 1, '': 2}", [])
 def test_any_bytes_load_or_are_reported(tmp_path_factory: pytest.TempPathFactory, content: bytes, overrides: list[str]) -> None:
     path = tmp_path_factory.getbasetemp() / "fuzz.yaml"
     path.write_bytes(content)
