@@ -75,11 +75,11 @@ class Died(Exception):
 
 
 class Trainer(threading.Thread):
-    """The peer of rank 0. It takes `start_s` to load and `step_s` to "train". Once `stop` is set it drops dead at once."""
+    """The peer of rank 0. It begins with `begin` and takes `step_s` to "train". Once `stop` is set it drops dead at once."""
 
-    def __init__(self, run: RunDir, config: RunConfig, *, step_s: float = 0.0, start_s: float = 0.0):
+    def __init__(self, run: RunDir, config: RunConfig, *, step_s: float = 0.0, begin: threading.Event | None = None):
         super().__init__(daemon=True)
-        self.run_dir, self.config, self.step_s, self.start_s = run, config, step_s, start_s
+        self.run_dir, self.config, self.step_s, self.begin = run, config, step_s, begin
         self.batches: list[Batch] = []
         self.code: int | None = None
         self.error: BaseException | None = None
@@ -99,7 +99,8 @@ class Trainer(threading.Thread):
         ledger = Ledger(run / "ledger.jsonl")
         model = build(read_spec(config.model.architecture), dtype=torch.float32)  # type: ignore[arg-type]
         init_weights(model, config.run.seed)
-        self.stop.wait(self.start_s)
+        if self.begin is not None:
+            self.begin.wait(30)
         folder = checkpoint.latest_complete(run)
         step = saved = checkpoint.read_manifest(folder).step if folder else 0
         if versions.current() is not None:

@@ -73,6 +73,25 @@ def test_an_evaluation_is_the_same_twice_and_its_modes_differ(tmp_path: Path) ->
     assert first.outcomes == again.outcomes and sum(first.outcomes.values()) == 48
 
 
+def test_top_k_1_samples_what_greedy_answers(tmp_path: Path) -> None:
+    asked: dict[tuple[str, bool], tuple[GenerateRequest, Generation]] = {}
+    local = Local(engine())
+
+    async def generate(request: GenerateRequest) -> Generation:
+        got = await local.generate(request)
+        mode, number, _ = request.request_id.removeprefix("eval-v0-").split("-", 2)
+        asked[number, mode == "sampled"] = request, got
+        return got
+
+    def same() -> int:
+        return sum(asked[n, True][1].tokens.tolist() == asked[n, False][1].tokens.tolist() for n, sampled in asked if sampled)
+
+    (result,) = asyncio.run(local.run([evaluated([env()], generate, config(tmp_path))]))
+    assert result.complete and same() < 24
+    (result,) = asyncio.run(local.run([evaluated([env()], generate, config(tmp_path), top_p=0.5, top_k=1)]))
+    assert result.complete and same() == 24 and {(r.top_p, r.top_k) for r, _ in asked.values()} == {(0.5, 1)}
+
+
 def test_held_out_tasks_are_shared_out_by_weight() -> None:
     envs = [env(weight=1.0), env(weight=2.0), env(weight=1.0)]
     places = held_out(envs, 10)
@@ -126,6 +145,14 @@ def test_the_command_and_the_control_write_their_numbers(tmp_path: Path, capsys:
     assert main([str(run.root), "--model", str(run / "control" / "model"), "--json", "-", "evaluation.tasks=12"]) == 0
     shown = orjson.loads(capsys.readouterr().out)
     assert shown["tasks"] == 12 and shown["complete"] and 0 <= shown["sampled"] <= 1
+    both = [str(run.root), "--model", str(run / "control" / "model"), "--json", "-", "evaluation.tasks=48"]
+    lengths = []
+    for override in ("evaluation.top_k=0", "evaluation.top_k=1"):
+        assert main([*both, override]) == 0
+        lengths.append(orjson.loads(capsys.readouterr().out)["response_length"])
+    assert lengths[0] != lengths[1]
+    assert main([*both, "inference.engine=vllm"]) == 2
+    assert "inference.engine: no command starts vLLM yet" in capsys.readouterr().err
     assert control(run, c, 0, threading.Event()) == 0
     assert orjson.loads((run / "control" / "eval.json").read_bytes())["tasks"] == 16
 

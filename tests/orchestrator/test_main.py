@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections import Counter
 from pathlib import Path
 
+import orjson
 import pytest
 
 from prl.config.schema import RunConfig
@@ -126,14 +128,18 @@ def test_after_a_resume_nothing_is_generated_before_the_trainer_has_put_it_on_re
         trainer.stop.set()  # dies after step 3, with a checkpoint of step 2
         trainer.join(10)
     assert checkpoint.complete(run)[-1][0] == 2
-    with running(c, start_s=1.0) as (run, orchestrator, trainer):
-        time.sleep(0.8)
-        assert orchestrator.is_alive() and records(run, "event")[-1]["name"] == "resume"
-        waited = [s["what"] for s in records(run, "span") if s["name"] == "wait"]
+    begin = threading.Event()
+    with running(c, begin=begin) as (run, orchestrator, trainer):
+        deadline = time.monotonic() + 20
+        while not (waits_for := orjson.loads((run / "status" / "orchestrator.json").read_bytes())["waits_for"]):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert waits_for == "the trainer to publish the weights of step 2"
+        begin.set()
         finish(orchestrator, trainer)
     assert orchestrator.code == 0 and audit(run).ok
     totals = records(run, "event")[-1]["totals"]
-    assert "retried: abandoned" not in totals and "abandoned" not in totals, waited
+    assert "retried: abandoned" not in totals and "abandoned" not in totals
 
 
 KILLS = [2, pytest.param(20, marks=[pytest.mark.long, pytest.mark.timeout(900)])]
