@@ -62,7 +62,7 @@ test: $(READY)
 	$(BIN)/python -m pytest $(ARGS)
 
 test-long: $(READY)
-	$(BIN)/python -m pytest -m "long and not gpu" $(ARGS)
+	HYPOTHESIS_PROFILE=default $(BIN)/python -m pytest -m "long and not gpu" $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .
