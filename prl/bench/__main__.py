@@ -15,6 +15,7 @@ from prl.bench.runs import BenchError
 from prl.config.load import ConfigError
 
 FAILED, CONFIG = 1, 2
+DEMO = "configs/demo.yaml"
 
 HELP = """Measure things against each other in one run on this machine.
 
@@ -39,9 +40,17 @@ def _without_arguments(context: typer.Context) -> None:
         print(context.get_help())
 
 
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE…", help="Values that replace the file's own.")]
+Run = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[CONFIG] [KEY=VALUE]…", help="YAML file of the run, and values that replace its own."),
+]
 Json = Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write the result there too; - for stdout.")]
-Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the run.")]
+
+
+def _of(run: list[str] | None, config: str) -> tuple[Path, list[str]]:
+    """The file, `config` unless the first argument is one, and the overrides."""
+    given = list(run or [])
+    return Path(given.pop(0) if given and "=" not in given[0] else config), given
 
 
 def _give(measure: Callable[[], Result], json_to: str | None) -> None:
@@ -62,8 +71,7 @@ Repeats = Annotated[int, typer.Option(min=1, help="Runs of each that are compare
 
 @app.command()
 def pipeline(
-    config: Config = Path("configs/demo.yaml"),
-    overrides: Overrides = None,
+    run: Run = None,
     steps: Annotated[int, typer.Option(min=2, help="Optimizer steps of a run.")] = 14,
     warmup: Annotated[int, typer.Option(min=1, help="Of these the first that do not count.")] = 3,
     repeats: Repeats = 2,
@@ -72,26 +80,24 @@ def pipeline(
     """The main job, asynchronous beside synchronous: speed, waits, memory; mismatch with router replay on and off."""
     from prl.bench.pipeline import measure
 
-    _give(lambda: measure(config, overrides or (), steps=steps, warmup=warmup, repeats=repeats), json)
+    _give(lambda: measure(*_of(run, DEMO), steps=steps, warmup=warmup, repeats=repeats), json)
 
 
 @app.command()
 def seeds(
-    config: Config = Path("configs/demo.yaml"),
-    overrides: Overrides = None,
+    run: Run = None,
     seed: Annotated[list[int] | None, typer.Option(help="Give it as often as you like; default 0, 1 and 2.")] = None,
     json: Json = None,
 ) -> None:
     """What the demo learns under several seeds (`make demo-seeds`); the runs stay in run.dir."""
     from prl.bench.seeds import measure
 
-    _give(lambda: measure(config, overrides or (), seeds=seed or (0, 1, 2)), json)
+    _give(lambda: measure(*_of(run, DEMO), seeds=seed or (0, 1, 2)), json)
 
 
 @app.command()
 def peers(
-    config: Config = Path("bench/peers.yaml"),
-    overrides: Overrides = None,
+    run: Run = None,
     python: Annotated[Path, typer.Option(help="Interpreter of the environment that has TRL.")] = Path(".venv-peers/bin/python"),
     steps: Annotated[int, typer.Option(min=2, help="Optimizer steps of a run.")] = 30,
     warmup: Annotated[int, typer.Option(min=1, help="Of these the first that do not count.")] = 5,
@@ -107,7 +113,10 @@ def peers(
     if not python.exists():
         print(f"--python: {python} is not there; `make bench-peers` makes the environment", file=sys.stderr)
         raise typer.Exit(CONFIG)
-    _give(lambda: measure(python, config, overrides or (), steps=steps, warmup=warmup, repeats=repeats, experts=experts), json)
+    _give(
+        lambda: measure(python, *_of(run, "bench/peers.yaml"), steps=steps, warmup=warmup, repeats=repeats, experts=experts),
+        json,
+    )
 
 
 def main(args: Sequence[str] | None = None) -> int:

@@ -18,7 +18,7 @@ import orjson
 
 from prl.bench import machine
 from prl.bench.rows import Goal, Result, Row, median, quartiles, ratio
-from prl.bench.runs import Job, run_job, settled, watch
+from prl.bench.runs import Job, check_steps, run_job, settled, watch
 from prl.config.load import load
 from prl.config.schema import RunConfig
 from prl.envs.registry import make
@@ -140,6 +140,7 @@ def measure(
     """Alternate the two, `repeats` times each. Raises BenchError, ConfigError."""
     given = [*COMMON, *overrides]
     config = load(config_path, given)
+    check_steps(steps, warmup, config.orchestrator.max_staleness + 1)
     load_before = machine.calibrate()
     sides: dict[str, list[Peer]] = {"prl": [], "TRL": []}
     with tempfile.TemporaryDirectory(prefix="prl-bench-") as name:

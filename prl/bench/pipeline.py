@@ -15,7 +15,7 @@ from typing import Any
 
 from prl.bench import machine
 from prl.bench.rows import Goal, Result, Row, median, quartiles, ratio
-from prl.bench.runs import Job, Settled, run_job, settled
+from prl.bench.runs import Job, Settled, check_steps, run_job, settled
 from prl.config.load import load
 
 GOAL = Goal(least=1.3)
@@ -128,10 +128,11 @@ def measure(
     """Warm-start once where the configuration says so, then every variant. Raises BenchError, ConfigError."""
     given = [*QUIET, *overrides]
     config = load(config_path, given)
+    cooldown = config.orchestrator.max_staleness + 1
+    check_steps(steps, warmup, cooldown)
     before = machine.calibrate()
     measured: dict[str, list[Measured]] = defaultdict(list)
     during: list[tuple[str, float]] = []
-    cooldown = config.orchestrator.max_staleness + 1
     with tempfile.TemporaryDirectory(prefix="prl-bench-") as name:
         folder = Path(name)
         start = [*given, f"trainer.steps={steps}"]

@@ -16,6 +16,7 @@ from typing import IO, Any
 import psutil
 
 from prl.bench.machine import CpuTimes, share_of_others
+from prl.config.load import ConfigError, Problem
 from prl.monitor.history import History, Tail
 from prl.transport.run_dir import RunDir
 
@@ -156,6 +157,13 @@ class Settled:
     @property
     def steps_per_s(self) -> float:
         return self.steps / self.seconds
+
+
+def check_steps(steps: int, warmup: int, cooldown: int) -> None:
+    """ConfigError where `settled` would find nothing to measure in a run of so many steps."""
+    if steps <= warmup + cooldown:
+        why = f"got {steps}: {warmup} of warm-up and the last {cooldown} (orchestrator.max_staleness + 1) do not count"
+        raise ConfigError("command line", [Problem("--steps", f"expected at least {warmup + cooldown + 1}, {why}")])
 
 
 def settled(history: History, *, warmup: int, cooldown: int) -> Settled:

@@ -20,7 +20,16 @@ def test_without_arguments_it_says_what_there_is(capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize(
-    "args", [["pipelines"], ["pipeline", "--repeats", "0"], ["pipeline", "no-such.yaml"], ["peers", "--python", "/no"]]
+    "args",
+    [
+        ["pipelines"],
+        ["pipeline", "--repeats", "0"],
+        ["pipeline", "no-such.yaml"],
+        ["pipeline", "trainer.stepz=3"],
+        ["pipeline", "--steps", "6"],
+        ["seeds", "no-such.yaml", "run.seed=1"],
+        ["peers", "--python", "/no"],
+    ],
 )
 def test_wrong_usage_is_2(args: list[str], capfd: pytest.CaptureFixture[str]) -> None:
     assert main(args) == 2
