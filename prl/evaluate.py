@@ -98,6 +98,8 @@ def evaluate_model(
             version=0,
             seed=config.run.seed,
             greedy=config.evaluation.greedy,
+            top_p=config.evaluation.top_p,
+            top_k=config.evaluation.top_k,
             timeout_s=config.evaluation.timeout_s,
             max_in_flight=config.orchestrator.max_in_flight,
             progress=progress,

@@ -6,7 +6,6 @@ import asyncio
 import signal
 import sys
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -60,14 +59,6 @@ def _config(source: Path, overrides: Sequence[str]) -> RunConfig:
 
 def _serve(config: RunConfig, host: str, port: int, run: RunDir) -> int:
     """Until a signal; the exit code."""
-    if config.inference.engine == "vllm":
-        missing = "" if find_spec("vllm") else " and vLLM is not installed"
-        print(
-            f"error: inference.engine: vllm is not served by this command yet{missing}; "
-            "use `vllm serve`, or inference.engine=embedded",
-            file=sys.stderr,
-        )
-        return 2
     import torch
     import uvloop
 

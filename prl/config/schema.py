@@ -73,7 +73,7 @@ class Sampling(Section):
     """Tokens of one sample, prompt included; longer ones are cut and counted."""
     top_p: Fraction = 1.0
     top_k: NonNegativeInt = 0
-    """0 is off. Training rollouts must leave top_p and top_k off."""
+    """0 is off. Training rollouts must leave top_p and top_k off; the section evaluation has its own."""
 
 
 class Advantage(Section):
@@ -149,6 +149,7 @@ class Trainer(Section):
 
 class Inference(Section):
     engine: Literal["embedded", "vllm"] = "embedded"
+    """vllm is not run yet, and refused."""
     replicas: PositiveInt = 1
     dtype: DType = "float32"
     max_batch: PositiveInt = 128
@@ -174,6 +175,10 @@ class Evaluation(Section):
     tasks_in_run: PositiveInt = 128
     """Tasks of an evaluation between the first and the last."""
     greedy: bool = True
+    """Answer each task greedily too."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: NonNegativeInt = 0
+    """Truncate the sampled answers' distribution; 1 and 0 are off."""
     timeout_s: PositiveFloat = 120.0
     """Deadline; an evaluation cut by it is marked incomplete and not reported."""
 

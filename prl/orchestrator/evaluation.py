@@ -69,12 +69,17 @@ async def evaluate(
     version: int,
     seed: int,
     greedy: bool,
+    top_p: float = 1.0,
+    top_k: int = 0,
     timeout_s: float,
     max_in_flight: int,
     forget: Callable[[str], None] = lambda session: None,
     progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> Evaluation:
-    """Roll out every place under `version`. At the deadline it is cut; then, or where other weights answered, incomplete."""
+    """Roll out every place under `version`; `top_p` and `top_k` truncate what is sampled.
+
+    At the deadline it is cut; then, or where other weights answered, incomplete.
+    """
     start = time.monotonic()
     slots = asyncio.Semaphore(max_in_flight)
     modes = {"sampled": 1.0, **({"greedy": 0.0} if greedy else {})}
@@ -84,7 +89,7 @@ async def evaluate(
     async def one(number: int, mode: str, temperature: float) -> None:
         env_index, task_index = places[number]
         env = envs[env_index]
-        plain = sampling.model_copy(update={"temperature": temperature, "top_p": 1.0, "top_k": 0})
+        drawn = sampling.model_copy(update={"temperature": temperature, "top_p": top_p, "top_k": top_k})
         async with slots:
             for attempt in range(env.config.retries + 1):
                 name = f"eval-v{version}-{mode}-{number}-{attempt}"
@@ -93,7 +98,7 @@ async def evaluate(
                     env.task(task_index, "held_out"),
                     generate,
                     tokenizer,
-                    plain,
+                    drawn,
                     rollout_id=name,
                     ordinal=number,
                     attempt=attempt,

@@ -479,6 +479,8 @@ class Orchestrator:
                     version=version,
                     seed=self.config.run.seed,
                     greedy=e.greedy,
+                    top_p=e.top_p,
+                    top_k=e.top_k,
                     timeout_s=e.timeout_s,
                     max_in_flight=self.config.orchestrator.max_in_flight,
                     forget=client.forget,

@@ -157,7 +157,7 @@ def test_what_cannot_be_served(model_dir: Path, tmp_path: Path, capsys: pytest.C
         f"model: {{path: {model_dir}}}\ninference: {{engine: vllm}}\nenvs: [{{name: a, kind: reasoning_gym}}]\n"
     )
     assert serve([str(tmp_path / "c.yaml"), *folder]) == 2
-    assert "vllm is not served by this command yet" in capsys.readouterr().err
+    assert "inference.engine: no command starts vLLM yet" in capsys.readouterr().err
     assert serve([str(tmp_path / "c.yaml"), "inference.engin=embedded", *folder]) == 2
     assert "inference.engine" in capsys.readouterr().err
     assert serve(["--help"]) == 0

@@ -338,6 +338,7 @@ def test_the_command_line(start, tmp_path: Path) -> None:  # type: ignore[no-unt
     assert "Commands:" in command("prl.cli", "--help").stdout
     for arguments, words in (
         ([str(CONFIG), "trainer.stepz=7"], "did you mean trainer.steps"),
+        ([str(CONFIG), "inference.engine=vllm"], "inference.engine: no command starts vLLM yet"),
         (["nowhere.yaml"], "no such file"),
         (["--resume", str(tmp_path)], "no config.yaml in it"),
         ([str(CONFIG), "run.dir=/proc/none"], "cannot be written"),
