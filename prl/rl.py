@@ -78,6 +78,15 @@ def open_run(config: str | None, overrides: Sequence[str], resume: Path | None) 
     return run, loaded
 
 
+def store(path: Path, text: str) -> None:
+    """Write a file whole, or not at all; one that says this already is left alone."""
+    if path.is_file() and path.read_text("utf-8") == text:
+        return
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(text, "utf-8")
+    temporary.replace(path)
+
+
 def execute(run: RunDir, config: RunConfig, *, reopen: bool = False, without: Collection[str] = ()) -> State:
     """Run every stage that is not finished, in a created folder. `reopen`: RL goes on though it was finished.
 
@@ -86,7 +95,7 @@ def execute(run: RunDir, config: RunConfig, *, reopen: bool = False, without: Co
     finished = {name for name, stage in run.stages().items() if stage["done"] and not (reopen and name != "sft")} | set(without)
     lock = RunLock(run)
     try:
-        run.config_path.write_text(dump(config))
+        store(run.config_path, dump(config))
         weights = run.weights_path(config.transport.weights)
         executor = LocalExecutor(run, lock, keep_env=config.launch.pass_env, cleanup=[weights])
         try:
