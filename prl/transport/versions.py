@@ -7,6 +7,7 @@ follows the largest in the file, abandoned ones included. One writer (trainer ra
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from pathlib import Path
@@ -73,8 +74,13 @@ class VersionLog:
         try:
             # What follows the last whole line is a write that never returned: its id was never published.
             os.ftruncate(fd, self._read)
-            os.write(fd, line)
-            os.fsync(fd)
+            try:
+                if (written := os.write(fd, line)) != len(line):
+                    raise OSError(errno.ENOSPC, f"{written} of {len(line)} bytes written, is the disk full?", str(self.path))
+                os.fsync(fd)
+            except OSError:
+                os.ftruncate(fd, self._read)
+                raise
         finally:
             os.close(fd)
         if self._read == 0:  # the file's name must last as well

@@ -1,5 +1,7 @@
 """Version ids are durable, never reused, and a resume abandons the later ones."""
 
+import resource
+import signal
 from pathlib import Path
 
 import pytest
@@ -33,6 +35,26 @@ def test_a_torn_record_is_cut_by_the_next_writer_and_its_id_was_never_used(tmp_p
     assert VersionLog(path).current() == 0
     assert VersionLog(path).allocate(1) == 1
     assert VersionLog(path).current() == 1 and path.read_bytes().startswith(whole)
+
+
+@pytest.mark.parametrize("room", [0, 1, 30])
+def test_on_a_full_disk_no_id_is_given_and_none_twice(tmp_path: Path, room: int) -> None:
+    path = tmp_path / "v"
+    log = VersionLog(path)
+    log.allocate(0)
+    whole = path.read_bytes()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) + room, hard))
+        for writer in (log, VersionLog(path)):
+            with pytest.raises(OSError):
+                writer.allocate(1)
+            assert path.read_bytes() == whole
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert log.allocate(1) == 1 and VersionLog(path).allocate(2) == 2
 
 
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:
