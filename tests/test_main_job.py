@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -85,6 +86,11 @@ class Job:
     def losses(self) -> dict[int, float]:
         return {e["step"]: e["loss"] for e in ledger.surviving(self.entries())}
 
+    def steps(self) -> list[dict[str, Any]]:
+        """The trainer's step records, in order."""
+        records = map(json.loads, (self.run / "metrics.jsonl").read_text().splitlines())
+        return [r for r in records if r["kind"] == "step" and r["role"] == "trainer"]
+
     def pid(self, role: str) -> int:
         status = self.run.read_status(role)
         assert status is not None
@@ -136,9 +142,11 @@ def job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
 
 
 def test_undisturbed(job: Callable[..., Job]) -> None:
-    one = job().start()
+    one = job("inference.record_selections=true").start()
     said = one.end(0)
     one.assert_complete(8)
+    flips = [s["selection_flip_fraction"] for s in one.steps()]
+    assert len(flips) == 8 and flips[0] < 0.01 and max(flips) < 0.2
     summary = json.loads((one.run / "summary.json").read_text())
     assert summary["steps"] == 8 and summary["rollouts_trained"] == 128
     assert summary["unrouted_fraction"] == 0 and summary["mismatch_kl_own"] < 1e-3 and summary["staleness_max"] <= 2
@@ -148,6 +156,26 @@ def test_undisturbed(job: Callable[..., Job]) -> None:
     assert VersionLog(one.run / "versions.jsonl").current() == 8
     audited = subprocess.run([sys.executable, "-m", "prl.report", str(one.run.root), "--audit"], cwd=ROOT, timeout=60)
     assert audited.returncode == 0
+
+
+def test_engine_and_trainer_agree_over_turns_ranks_and_replicas(job: Callable[..., Job]) -> None:
+    """In float32 with everything replayed: a turn's boundary rows, and the joined work of two replicas and two ranks."""
+    one = job(
+        "envs=[{name: turns, kind: 'letters:Turns'}]", "sampling.max_turns=3", "trainer.steps=3",
+        "trainer.ranks=2", "inference.replicas=2", "inference.record_selections=true", "trainer.replay_selections=true",
+    ).start()  # fmt: skip
+    one.end(0)
+    one.assert_complete(3)
+    steps = one.steps()
+    first = steps[0]
+    assert first["mismatch"]["max"] < 1e-4
+    assert 1 - 1e-4 < first["ratio_min"] <= 1 <= first["ratio_max"] < 1 + 1e-4
+    assert first["own_tokens"] == first["trainable_tokens"], "step 1 trains what the first weights wrote"
+    assert all(s["recaptured_fraction"] > 0 and s["unrouted_fraction"] == 0 and s["replayed_fraction"] == 1 for s in steps)
+    assert all("selection_flip_fraction" not in s for s in steps), "what is replayed cannot flip"
+    records = [json.loads(line) for line in (one.run / "metrics.jsonl").read_text().splitlines()]
+    generated = {r["role"] for r in records if r["kind"] == "engine" and r["generated"] > 0}
+    assert generated == {"inference-0", "inference-1"}
 
 
 def test_what_only_a_role_can_find_wrong_with_a_configuration_ends_with_2(job: Callable[..., Job]) -> None:

@@ -339,6 +339,7 @@ async def _serve(server: Server, run: RunDir, name: str, status: Status, metrics
             status.set(phase="serving", step=stats["version"], tokens_per_s=rate["generated_per_s"], running=stats["running"])
             before, t = stats, now
         status.beat()
+    metrics.log("engine", **server.engine.stats())
     failure = server.failure
     await server.close()
     return 1 if failure else 0

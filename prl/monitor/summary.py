@@ -26,10 +26,10 @@ def held_out(history: History, stage: str, tasks: int) -> list[dict[str, Any]]:
 
 
 def weighted(history: History, key: str) -> float | None:
-    """Mean over the trainer's steps of a fraction of tokens, weighted by tokens."""
-    records = [r for r in history.steps["trainer"].values() if r.get(key) is not None]
-    tokens = sum(r.get("tokens", 1) for r in records)
-    return sum(r[key] * r.get("tokens", 1) for r in records) / tokens if tokens else None
+    """Mean over the trainer's steps of a fraction of rows, weighted by rows."""
+    records = [r for r in history.steps["trainer"].values() if r.get(key) is not None and "rows" in r]
+    rows = sum(r["rows"] for r in records)
+    return sum(r[key] * r["rows"] for r in records) / rows if rows else None
 
 
 def trained_rollouts(run: RunFolder) -> int:

@@ -6,7 +6,6 @@ import re
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -17,7 +16,7 @@ from prl.config.schema import Optim, RunConfig
 from prl.distributed.fsdp import full, shard
 from prl.distributed.mesh import Mesh
 from prl.kernels import lm_head
-from prl.models.base import ForwardInput, Model
+from prl.models.base import ForwardInput, ForwardOutput, Model
 from prl.models.hf import load_hf
 from prl.models.registry import build, init_weights
 from prl.models.spec import read_spec
@@ -31,7 +30,7 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavai
 class Policy(nn.Module):
     """A model and its LM head in one forward, so that sharding and casting cover both.
 
-    Legend: N rows whose logits are wanted, L MoE layers, E experts.
+    Legend: N rows whose logits are wanted.
     """
 
     def __init__(self, model: Model, chunk: int):
@@ -40,12 +39,12 @@ class Policy(nn.Module):
 
     def forward(
         self, x: ForwardInput, rows_N: Tensor, labels_N: Tensor, temperature_N: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(logprob [N] of the labels at the temperature, entropy [N], tokens per expert [L, E] or None)."""
+    ) -> tuple[Tensor, Tensor, ForwardOutput]:
+        """(logprob [N] of the labels at the temperature, entropy [N], the model's output)."""
         out = self.model(x)
         hidden_ND = out.hidden_TD.index_select(0, rows_N)
         logprob_N, entropy_N = lm_head.logprobs(hidden_ND, self.model.lm_head_weight, labels_N, temperature_N, chunk=self.chunk)
-        return logprob_N, entropy_N, out.expert_counts_LE
+        return logprob_N, entropy_N, out
 
 
 class TrainState:
@@ -81,7 +80,9 @@ class TrainState:
     def model(self) -> Model:
         return self.policy.model
 
-    def forward(self, x: ForwardInput, rows_N: Tensor, labels_N: Tensor, temperature_N: Tensor) -> tuple[Tensor, Tensor, Any]:
+    def forward(
+        self, x: ForwardInput, rows_N: Tensor, labels_N: Tensor, temperature_N: Tensor
+    ) -> tuple[Tensor, Tensor, ForwardOutput]:
         """`Policy.forward` in `model.dtype`; gradients arrive in the masters' type."""
         args = (x, rows_N, labels_N, temperature_N)
         casts = (

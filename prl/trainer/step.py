@@ -1,7 +1,8 @@
 """One optimizer step over one batch: forward and backward of every micro-batch, clip, update, measure. SFT and RL alike.
 
 Legend: T tokens of a micro-batch, D its documents, N the positions whose logits score a trainable token, L MoE layers,
-E experts. `logits[t - 1]` score token t, so what speaks of token t is moved to t - 1 by `shift_left`, and only there.
+E experts, A layers with an indexer, S keys it keeps. `logits[t - 1]` score token t, so what speaks of token t is moved to
+t - 1 by `shift_left`, and only there.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import Tensor
 from prl.config.schema import Loss
 from prl.config.schema import Trainer as TrainerConfig
 from prl.distributed.mesh import Mesh
+from prl.kernels.indexer import selection_flips
 from prl.layers.layout import PackedLayout
 from prl.layers.router import update_correction_bias
 from prl.models.base import ForwardInput
@@ -90,6 +92,7 @@ def inputs(mb: MicroBatch, device: torch.device, *, replay: bool, replay_selecti
             routed_T=None if routes is None else whole(s.routed),
             padding_T=whole(padding) if padding.any() else None,
             selections_TAS=whole(s.selections) if replay_selections and s.selections is not None else None,
+            record_selections=not replay_selections and s.selections is not None,
         ),
         rows_N=whole(rows),
         labels_N=torch.full((1,), -100, device=device) if empty else scored(s.tokens.astype(np.int64)),
@@ -170,7 +173,9 @@ class Seen:
         self.d: list[Tensor] = []
         self.expert_counts_LE: Tensor | None = None
 
-    def add(self, mb: MicroBatch, x: Inputs, loss: Tensor, logprobs_N: Tensor, entropy_N: Tensor) -> None:
+    def add(
+        self, mb: MicroBatch, x: Inputs, loss: Tensor, logprobs_N: Tensor, entropy_N: Tensor, own_TAS: Tensor | None
+    ) -> None:
         rl_N = x.mask_N & ~x.ce_N
         d_N = (logprobs_N.detach().double() - x.old_logprobs_N)[rl_N]
         own_N = (x.versions_N == self.version)[rl_N]
@@ -186,6 +191,7 @@ class Seen:
             own=own_N.sum(),
             kl_own=kl_N[own_N].sum(),
             **route_counts(mb, replayed=x.forward.routed_T is not None),
+            **selection_counts(mb.sample.selections, own_TAS),
         )
 
     def add_counts(self, counts_LE: Tensor | None) -> None:
@@ -216,6 +222,7 @@ class Seen:
         out: dict[str, Any] = {
             "entropy": sums["entropy"] / max(sums["trainable"], 1.0),
             "tokens": int(sums["tokens"]),
+            "rows": int(sums["rows"]),
             "trainable_tokens": int(sums["trainable"]),
         }
         if self.expert_counts_LE is not None:
@@ -227,12 +234,15 @@ class Seen:
                 "mismatch_kl_own": sums["kl_own"] / own if own else None,
                 "own_tokens": int(own),
                 "mismatch": quantiles(d),
+                "ratio_min": float(d.min().exp()),
                 "ratio_max": float(d.max().exp()),
                 "unrouted_fraction": sums["unrouted"] / rows,
                 "recaptured_fraction": sums["recaptured"] / rows,
                 "replayed_fraction": sums["replayed"] / rows,
             }
             out |= {name: value / rl for name, value in sums.items() if name.startswith("loss_")}
+        if sums["selections"]:
+            out["selection_flip_fraction"] = sums["selection_flips"] / sums["selections"]
         return out
 
 
@@ -258,6 +268,16 @@ def route_counts(mb: MicroBatch, *, replayed: bool) -> dict[str, float]:
     }
 
 
+def selection_counts(recorded_TAS: np.ndarray | None, own_TAS: Tensor | None) -> dict[str, Tensor | float]:
+    """Recorded selections, of a row and a layer each, and those of them that keep other keys than the trainer's indexer."""
+    if recorded_TAS is None or own_TAS is None:
+        return {"selections": 0, "selection_flips": 0}
+    engine_TAS = torch.from_numpy(recorded_TAS).to(own_TAS.device)
+    recorded_TA = (engine_TAS >= 0).any(-1)
+    flips_TA = selection_flips(engine_TAS, own_TAS) & recorded_TA
+    return {"selections": recorded_TA.sum(), "selection_flips": flips_TA.sum()}
+
+
 class Stepper:
     """Runs optimizer steps on a state. `total` steps shape the schedule; `beat` is called after every micro-batch."""
 
@@ -272,11 +292,11 @@ class Stepper:
         seen = Seen(state.version, mesh.device)
         for mb in batch.micro_batches:
             x = inputs(mb, mesh.device, replay=config.router_replay, replay_selections=config.replay_selections)
-            logprobs_N, entropy_N, counts_LE = state.forward(x.forward, x.rows_N, x.labels_N, x.temperature_N)
+            logprobs_N, entropy_N, out = state.forward(x.forward, x.rows_N, x.labels_N, x.temperature_N)
             loss, loss_metrics = loss_share(x, logprobs_N, entropy_N, batch.counts, config.loss, self.function)
             loss.backward()
-            seen.add(mb, x, loss, logprobs_N, entropy_N)
-            seen.add_counts(counts_LE)
+            seen.add(mb, x, loss, logprobs_N, entropy_N, out.selections_TAS)
+            seen.add_counts(out.expert_counts_LE)
             seen.add_loss_metrics(loss_metrics)
             self.beat()
         sums = seen.reduce(mesh)

@@ -1,6 +1,8 @@
-"""An environment with a signal from the first step: the share of a completion that is in the alphabet's first half."""
+"""Environments with a signal from the first step: the share of letters that are in the alphabet's first half."""
 
-from prl.envs.base import SingleTurn, Split, Task
+from dataclasses import dataclass
+
+from prl.envs.base import SingleTurn, Split, Task, Turn
 
 
 class Letters(SingleTurn):
@@ -18,3 +20,22 @@ class Letters(SingleTurn):
 
     def worked_answer(self, task: Task) -> str:
         return "abc"
+
+
+@dataclass
+class Said:
+    task: Task
+    completions: list[str]
+
+
+class Turns(Letters):
+    """The same over three turns. Any letter of the second half ends a turn, so an untrained model gets to the next one."""
+
+    stop = tuple("nopqrstuvwxyz")
+
+    def start(self, task: Task) -> Said:
+        return Said(task, [])
+
+    def step(self, state: Said, completion: str) -> Turn:
+        state.completions.append(completion)
+        return Turn(self.score(state.task, "".join(state.completions)), done=len(state.completions) == 3, text=">>")

@@ -8,13 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import yaml
 from torch import Tensor
 
 from prl.layers.layout import PackedLayout
 from prl.models.base import ForwardInput
 from prl.samples import Batch, Rollout, Sample, concatenate, pack, truncate
 from prl.trainer import losses, nonfinite
-from prl.trainer.step import inputs, loss_share, mismatch, route_counts, why_skip
+from prl.trainer.step import Stepper, inputs, loss_share, mismatch, route_counts, why_skip
 from tests.trainer.helpers import ALONE, LAYERS, bits, config, rollouts, sample, state_of, stepper_of
 
 DPPO = config().trainer.loss
@@ -143,6 +144,7 @@ def test_measures_against_plain_numpy() -> None:
     assert m["own_tokens"] == (versions == 1).sum() and 0 < m["own_tokens"] < len(d)
     assert m["mismatch"]["p90"] == pytest.approx(np.quantile(abs(d), 0.9), rel=1e-9)
     assert m["mismatch"]["max"] == pytest.approx(abs(d).max(), rel=1e-9)
+    assert m["ratio_min"] == pytest.approx(np.exp(d.min()), rel=1e-9)
     assert m["ratio_max"] == pytest.approx(np.exp(d.max()), rel=1e-9)
     assert m["entropy"] == pytest.approx(entropy.mean(), rel=1e-9)
     assert m["tokens"] == sum(r.n_tokens for r in rs) and m["trainable_tokens"] == sum(r.n_trainable for r in rs)
@@ -166,6 +168,45 @@ def test_rows_without_the_engines_route_are_counted_last_tokens_aside() -> None:
     got = route_counts(mb, replayed=True)
     assert got == {"tokens": 10, "rows": 9, "unrouted": 2, "replayed": 7, "recaptured": 1}
     assert route_counts(mb, replayed=False)["replayed"] == 0
+
+
+def test_selections_are_replayed_or_their_flips_are_counted() -> None:
+    """On a tiny model of DSA: what its own forward selected does not flip; other keys do, and are obeyed when replayed."""
+    architecture = yaml.safe_load((Path(__file__).parents[1] / "main_job" / "tiny.yaml").read_text())["model"]["architecture"]
+    c = config()
+    c = c.model_copy(update={"model": c.model.model_copy(update={"architecture": architecture})})
+    stepper = stepper_of(c)
+    rs = rollouts(3)
+    for s in (s for r in rs for s in r.samples):
+        s.routes, s.routed = None, np.zeros(len(s), np.bool_)
+        s.selections = np.full((len(s), 2, 8), -1, np.int32)
+        tokens = torch.from_numpy(s.tokens.astype(np.int64))
+        own = ForwardInput(tokens, torch.arange(len(s)), PackedLayout([len(s)]), record_selections=True)
+        with torch.no_grad():
+            recorded = stepper.state.model(own).selections_TAS
+        assert recorded is not None
+        s.selections[:-1] = recorded.numpy()[:-1]  # the engine has no row of the last token
+    batch = whole(rs, budget=40)
+
+    def scores(replay: bool) -> Tensor:
+        x = inputs(batch.micro_batches[0], ALONE.device, replay=False, replay_selections=replay)
+        with torch.no_grad():
+            return stepper.state.forward(x.forward, x.rows_N, x.labels_N, x.temperature_N)[0]
+
+    assert torch.equal(scores(True), scores(False))
+    s = batch.micro_batches[0].sample
+    assert s.selections is not None
+    row = int(np.flatnonzero(batch.micro_batches[0].positions == 3)[0])
+    s.selections[row, 1] = -1
+    s.selections[row, 1, 0] = 0  # of four keys, the first alone
+    assert (scores(True) - scores(False)).abs().max() > 1e-9
+    total = sum(
+        int((mb.sample.selections >= 0).any(-1).sum()) for mb in batch.micro_batches if mb.sample.selections is not None
+    )
+    replaying = Stepper(state_of(c), c.trainer.model_copy(update={"replay_selections": True}), 1)
+    assert "selection_flip_fraction" not in replaying(batch).metrics
+    metrics = stepper(batch).metrics
+    assert metrics["selection_flip_fraction"] == 1 / total and total == 2 * metrics["rows"]
 
 
 def test_replay_changes_the_forward_and_can_be_turned_off() -> None:
