@@ -23,6 +23,8 @@ Examples:
   python -m prl.report outputs/demo
 
   python -m prl.report outputs/demo --audit
+
+  python -m prl.report outputs/demo --measurements bench/results/pipeline.json
 """
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -34,6 +36,9 @@ def command(
     audit: Annotated[
         bool, typer.Option("--audit", help="Prove that every batch was trained once and nothing was skipped.")
     ] = False,
+    measurements: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Show this bench's result (`python -m prl.bench … --json FILE`) too.")
+    ] = None,
 ) -> None:
     run = RunDir(folder)
     if not run.config_path.is_file():
@@ -50,8 +55,8 @@ def command(
 
     try:
         summary = write_summary(run)
-        page = write_report(run)
-    except ConfigError as e:
+        page = write_report(run, measurements)
+    except (ConfigError, ValueError) as e:
         print(e, file=sys.stderr)
         raise typer.Exit(2) from None
     except OSError as e:

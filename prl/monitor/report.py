@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+import orjson
 import plotly.io
 from plotly.offline import get_plotlyjs
 
@@ -316,6 +317,39 @@ def tiles(s: dict[str, Any]) -> list[tuple[str, str, str]]:
     ]
 
 
+def verdict(s: dict[str, Any]) -> tuple[bool, str] | None:
+    """(whether RL ended above the control, the sentence with both rates); None where one of them is not there."""
+    rl, control = s["held_out_final"], s["held_out_control"]
+    if rl is None or control is None:
+        return None
+    where = "above" if rl > control else "below" if rl < control else "level with"
+    rates = f"{shown(rl)} against {shown(control)} on held-out tasks ({shown(rl - control, '+.3f')})"
+    return rl > control, f"RL ended {where} the control: {rates}."
+
+
+def read_measurements(path: Path) -> dict[str, Any]:
+    """What `python -m prl.bench … --json` wrote. Raises ValueError naming the file."""
+    try:
+        found = orjson.loads(path.read_bytes())
+    except (OSError, orjson.JSONDecodeError) as e:
+        raise ValueError(f"{path}: not the result of a bench: {e}") from None
+    rows = found.get("rows") if isinstance(found, dict) else None
+    if not isinstance(rows, list) or not all(isinstance(r, dict) and {"name", "value"} <= r.keys() for r in rows):
+        raise ValueError(f"{path}: not the result of a bench: expected an object with rows of name and value")
+    return found
+
+
+def measured(result: dict[str, Any]) -> list[tuple[str, str, str, str, bool | None]]:
+    """Name, value, ratio, goal, and whether it was met (None: no goal, or not judged) of each row."""
+    out = []
+    for row in result["rows"]:
+        value = f"{shown(row['value'], '.4g')} {row.get('unit') or ''}".strip()
+        ratio = "" if row.get("ratio") is None else f"{row['ratio']:.2f} × {row.get('against') or ''}".strip(" ×")
+        goal = f"{row['goal']}: {row.get('verdict') or 'not judged'}" if row.get("goal") else ""
+        out.append((row["name"], value, ratio, goal, row.get("met")))
+    return out
+
+
 def numbers(s: dict[str, Any]) -> Iterable[tuple[str, str]]:
     """All of the summary, flat."""
     for key, value in s.items():
@@ -325,7 +359,7 @@ def numbers(s: dict[str, Any]) -> Iterable[tuple[str, str]]:
             yield key, f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-def render(config: RunConfig, history: History, summary: dict[str, Any]) -> str:
+def render(config: RunConfig, history: History, summary: dict[str, Any], measurements: dict[str, Any] | None = None) -> str:
     cards = []
     for card in CARDS:
         made = card.make(history)
@@ -356,6 +390,9 @@ def render(config: RunConfig, history: History, summary: dict[str, Any]) -> str:
         cards=cards,
         plotly_js=get_plotlyjs() if cards else "",
         tiles=tiles(summary),
+        verdict=verdict(summary),
+        measurements=measurements,
+        measured=measured(measurements) if measurements else [],
         numbers=list(numbers(summary)),
         first=first,
         last=last,
@@ -364,11 +401,12 @@ def render(config: RunConfig, history: History, summary: dict[str, Any]) -> str:
     )
 
 
-def write_report(run: RunFolder) -> Path:
-    """Write report.html; returns its path."""
+def write_report(run: RunFolder, measurements: Path | None = None) -> Path:
+    """Write report.html; returns its path. `measurements`: the JSON of a bench, shown as a table (ValueError if it is none)."""
+    bench = read_measurements(measurements) if measurements else None
     config, history = load_resolved(run.root / "config.yaml"), load_history(run)
     path = run.root / "report.html"
     temporary = path.with_suffix(".tmp")
-    temporary.write_text(render(config, history, summarise(run, config, history)), encoding="utf-8")
+    temporary.write_text(render(config, history, summarise(run, config, history), bench), encoding="utf-8")
     temporary.replace(path)
     return path

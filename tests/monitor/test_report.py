@@ -7,6 +7,7 @@ from pathlib import Path
 import plotly.graph_objects as go
 import pytest
 
+from prl.bench.rows import Goal, Result, Row, publish
 from prl.monitor.history import load_history
 from prl.monitor.report import CARDS, expert_load, learning, staleness, timeline, write_report
 from prl.report import main
@@ -122,6 +123,46 @@ def test_the_command_writes_both_files(tmp_path: Path, capsys: pytest.CaptureFix
     assert main([str(run.root)]) == 0
     assert (run.root / "report.html").stat().st_size > 1_000_000 and (run.root / "summary.json").exists()
     assert "solve rate after SFT" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("control", "class_", "text"),
+    [
+        (0.41, "good", "RL ended above the control: 0.690 against 0.410 on held-out tasks (+0.280)."),
+        (0.9, "bad", "RL ended below the control: 0.690 against 0.900 on held-out tasks (-0.210)."),
+    ],
+)
+def test_it_says_whether_rl_ended_above_the_control(tmp_path: Path, control: float, class_: str, text: str) -> None:
+    made = records(40)
+    for r in made:
+        if r["kind"] == "eval" and r.get("sampled") == 0.41:
+            r["sampled"] = control
+    tags = page(write_report(write_run(tmp_path / "run", made)))
+    assert text in tags.text and ("p", {"id": "verdict", "class": class_}) in tags.tags
+    without = [r for r in made if not (r["kind"] == "eval" and r.get("sampled") == control)]
+    assert "the control: " not in page(write_report(write_run(tmp_path / "without", without))).text
+
+
+def test_measurements_are_shown_where_a_file_is_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "run", records(5))
+    rows = [
+        Row("asynchronous: steps", 2.5, "per s", None, 1.43, "synchronous", Goal(least=1.3)),
+        Row("steps <b>of another</b>", None, "per s", goal=Goal(least=9.0)),
+    ]
+    file = tmp_path / "pipeline.json"
+    assert publish(Result("pipeline", rows, {"cpu": "a <i>cpu"}, {}), str(file)) == 1
+    assert main([str(run.root), "--measurements", str(file)]) == 0
+    tags = page(run.root / "report.html")
+    for text in ("2.5 per s", "1.43 × synchronous", ">= 1.3: met", "steps <b>of another</b>", ">= 9: missed", "a <i>cpu"):
+        assert text in tags.text
+    assert {("td", "good"), ("td", "bad")} <= {(t, a.get("class")) for t, a in tags.tags}
+    assert main([str(run.root)]) == 0
+    assert "asynchronous: steps" not in page(run.root / "report.html").text
+    for wrong in ("[]", '{"rows": [{"name": "x"}]}', "{"):
+        file.write_text(wrong)
+        assert main([str(run.root), "--measurements", str(file)]) == 2
+        assert f"{file}: not the result of a bench" in capsys.readouterr().err
+    assert main([str(run.root), "--measurements", str(tmp_path / "none.json")]) == 2
 
 
 def test_the_command_names_a_wrong_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
