@@ -2,6 +2,7 @@
 #   make demo            the main job: SFT, then asynchronous RL, then the control (SEED=n, RANKS=n)
 #   make test            the tests;  make test-long: the slow ones;  make lint: ruff and mypy
 #   make demo-seeds      three seeds, result kept in bench/results/
+#   make claims          everything that docs/claims.md names, results written there (hours)
 #   make bench-peers     the demo's rollouts/s beside TRL's, in an environment of its own
 # PYTHON: the interpreter (3.11 or newer); VENV: the environment's folder; TORCH_INDEX: where torch comes from, e.g. the CPU index.
 
@@ -30,7 +31,7 @@ export HF_HUB_OFFLINE := 1
 export HF_HOME ?= $(CURDIR)/outputs/.cache/huggingface
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: venv demo demo-seeds test test-long lint format bench-peers check-python clean
+.PHONY: venv demo demo-seeds test test-long claims lint format bench-peers check-python clean
 
 venv: $(READY)
 
@@ -63,6 +64,9 @@ test: $(READY)
 
 test-long: $(READY)
 	HYPOTHESIS_PROFILE=default $(BIN)/python -m pytest -m "long and not gpu" $(ARGS)
+
+claims: $(READY)
+	HYPOTHESIS_PROFILE=default $(BIN)/python tests/claims.py $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .
