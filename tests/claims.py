@@ -83,10 +83,11 @@ def rows_of(page: str) -> list[Row]:
     return rows
 
 
-def with_results(page: str, rows: Iterable[Row]) -> str:
+def with_results(page: str, results: dict[str, str]) -> str:
+    """The page with the results of these claims; it may have been edited since they were read."""
     lines = page.splitlines()
-    for row in rows:
-        lines[row.line] = f"| {row.claim} | {row.shown_by} | {row.result} |"
+    for row in rows_of(page):
+        lines[row.line] = f"| {row.claim} | {row.shown_by} | {results.get(row.claim, row.result)} |"
     return "\n".join(lines) + "\n"
 
 
@@ -192,7 +193,7 @@ def main(args: list[str] | None = None, page: Path = PAGE) -> int:
             results += [f"{today}: {'passed' if (w := wrong[c]) is None else f'failed, {w}'}" for c in row.commands]
         row.result = "; ".join(dict.fromkeys(results)) or NOT_MEASURED
         failed |= "failed" in row.result or "missed" in row.result
-    page.write_text(with_results(page.read_text(), rows))
+    page.write_text(with_results(page.read_text(), {row.claim: row.result for row in rows}))
     print("\n".join(f"{row.result:40} {row.claim}" for row in rows))
     return int(failed)
 
