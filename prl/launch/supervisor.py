@@ -17,6 +17,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -277,6 +278,8 @@ def _how(code: int) -> str:
 
 POLL_S = 0.05
 BEATS_S = 0.5
+RECORD_S = 2.0
+"""How often the time of the running stage is recorded: what a kill -9 of this process can lose."""
 TAIL_LINES = 20
 FIRST_CAUSE_S = 0.5
 """After a role failed, how long others are given to fail too, so that the first cause can be told from what followed."""
@@ -302,7 +305,7 @@ class Supervisor:
         self.run, self.executor, self.limits, self.specs = run, executor, limits, specs
         self.stops, self.say, self.clock = stops, say, clock
         self._stops = 0
-        self._began = clock()
+        self._since = clock()  # the stage's time up to here is recorded
         self._next_look = 0.0
         self._seen: dict[str, float] = {}  # role to the time written in its status file
 
@@ -321,6 +324,9 @@ class Supervisor:
                 if state.over:
                     break
                 time.sleep(POLL_S)
+                if self.clock() > self._since + RECORD_S:
+                    with suppress(OSError):  # a full disk: the next time tells it too
+                        self._record(state.stages[0], done=False)
                 actions = []
                 for event in self._events(state):
                     state, more = transition(state, event)
@@ -331,7 +337,7 @@ class Supervisor:
             state = replace(state, last_words=tuple(self.executor.log_tail(state.culprit, TAIL_LINES)))
         if state.stages:
             try:
-                self.run.record_stage(state.stages[0].name, self.clock() - self._began, done=False)
+                self._record(state.stages[0], done=False)
             except OSError as e:  # a full disk: the state says what went wrong first
                 self.say(f"the time of stage {state.stages[0].name} is not recorded: {e}")
         return state
@@ -339,7 +345,7 @@ class Supervisor:
     def _do(self, action: Action) -> None:
         match action:
             case Start(stage):
-                self._began = self.clock()
+                self._since = self.clock()
                 self._seen.clear()
                 self.run.forget_roles()
                 self.executor.start(self.specs(stage))
@@ -349,7 +355,13 @@ class Supervisor:
                 for left in self.executor.kill():
                     self.say(f"{left} could not be ended")
             case StageDone(stage):
-                self.run.record_stage(stage.name, self.clock() - self._began, done=True)
+                self._record(stage, done=True)
+
+    def _record(self, stage: Stage, *, done: bool) -> None:
+        """Add the time since the last record to the stage's."""
+        now = self.clock()
+        self.run.record_stage(stage.name, now - self._since, done=done)
+        self._since = now
 
     def _events(self, state: State) -> list[Event]:
         """What happened since the last call; heartbeats come before the tick that judges them."""

@@ -107,11 +107,13 @@ def test_a_finished_stage_ends_its_services_and_is_not_run_again(start, tmp_path
     s.assert_nothing_left()
     assert s.run.stages()["rl"]["done"] and s.run.stages()["rl"]["wall_s"] > 0.4
     assert (s.run / "summary.json").exists() and (s.run / "report.html").exists()
+    stored = s.run.config_path.stat()
     again = start("--resume", str(s.run.root), trainer="crash")
     assert again.end() == 0  # nothing is left to run
+    assert s.run.config_path.stat().st_ino == stored.st_ino, "written only when it has changed"
     more = start("--resume", str(s.run.root), "trainer.steps=500", trainer="crash")
     assert more.end() == 1  # with more steps there is
-    assert "steps: 500" in s.run.config_path.read_text()
+    assert "steps: 500" in s.run.config_path.read_text() and s.run.config_path.stat().st_ino != stored.st_ino
 
 
 @pytest.mark.parametrize("role", ["trainer", "orchestrator", "inference_0"])
@@ -235,12 +237,16 @@ def test_kill_9_of_the_supervisor_takes_everything_with_it(start, monkeypatch: p
     s.running()
     shared = s.run.weights_path("shared_memory")
     shared.mkdir()
+    s.until(lambda: s.run.stages().get("rl", {}).get("wall_s", 0) > 3)
     s.process.kill()
     s.process.communicate()
+    spent_before = s.run.stages()["rl"]
+    assert not spent_before["done"]
     RunLock(s.run, wait_s=5).release()  # the guard is done
     s.assert_nothing_left()
     resumed = start("--resume", str(s.run.root), trainer="finish", orchestrator="finish")
     assert resumed.end() == 0, resumed.errors
+    assert resumed.run.stages()["rl"]["wall_s"] > spent_before["wall_s"] + 0.4
 
 
 def test_kill_9_of_supervisor_and_guard_takes_the_roles_with_it(start) -> None:  # type: ignore[no-untyped-def]
