@@ -72,8 +72,8 @@ def test_experts_without_rows_get_zero_gradients():
 
 @pytest.mark.parametrize(("n_group", "topk_group"), [(1, 1), (4, 2)])
 def test_the_router_equals_transformers(n_group, topk_group):
-    modeling = pytest.importorskip("transformers.models.glm_moe_dsa.modeling_glm_moe_dsa")
     from transformers.models.glm_moe_dsa import GlmMoeDsaConfig
+    from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa as modeling
 
     config = GlmMoeDsaConfig(
         hidden_size=32, n_routed_experts=16, num_experts_per_tok=4, n_group=n_group, topk_group=topk_group, num_hidden_layers=2

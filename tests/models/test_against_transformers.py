@@ -5,6 +5,7 @@ Router selections of both are equal here (the assertion on routes), so the bar o
 
 import pytest
 import torch
+import transformers
 from safetensors import safe_open
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -14,7 +15,6 @@ from prl.models.hf import load_hf, save_hf
 from prl.models.spec import ARCHITECTURES
 from tests.models.configs import TINY
 
-transformers = pytest.importorskip("transformers")
 CLASSES = {a: c.removesuffix("ForCausalLM") for c, a in ARCHITECTURES.items()}
 LENGTHS = [50, 33, 70, 1, 2]
 
