@@ -15,6 +15,8 @@ VENV ?= .venv
 PEERS_VENV ?= .venv-peers
 SEED ?= 0
 RANKS ?= 1
+# A run that goes on keeps its ranks unless RANKS is given.
+GIVEN_RANKS := $(if $(filter file,$(origin RANKS)),,trainer.ranks=$(RANKS))
 TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
 
@@ -51,7 +53,7 @@ $(READY): pyproject.toml setup.py | check-python
 demo: $(READY)
 	@if test -f outputs/demo-$(SEED)/config.yaml; then \
 	  echo "make: going on with outputs/demo-$(SEED) (remove it to start anew)"; \
-	  exec $(BIN)/python -m prl.rl --resume outputs/demo-$(SEED); \
+	  exec $(BIN)/python -m prl.rl --resume outputs/demo-$(SEED) $(GIVEN_RANKS); \
 	else \
 	  exec $(BIN)/python -m prl.rl configs/demo.yaml run.name=demo-$(SEED) run.seed=$(SEED) trainer.ranks=$(RANKS); \
 	fi

@@ -157,6 +157,7 @@ def command(
     config = given.pop(0) if given and resume is None else None
     try:
         run, resolved = open_run(config, given, resume)
+        changed = resume is not None and bool(given) and resolved != load(run.config_path)
         if dry_run:
             print(dump(resolved), end="")
             return
@@ -170,7 +171,7 @@ def command(
     try:
         metrics = run.metrics("supervisor")
         metrics.log("event", name="start" if resume is None else "resume", overrides=given)
-        state = execute(run, resolved, reopen=bool(given))
+        state = execute(run, resolved, reopen=changed)
         metrics.log("event", name="end", code=state.code, cause=state.cause)
         if state.code == DONE:
             report(run)

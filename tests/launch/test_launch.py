@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -15,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+import prl.rl
+from prl.cli import COMMANDS
 from prl.launch import guard
 from prl.launch.local import RunBusy, RunLock, role_environment
 from prl.transport.run_dir import RunDir
@@ -331,6 +335,34 @@ def test_roles_get_no_tokens_and_the_threads_they_are_given() -> None:
     env = role_environment(base, ["MINE"], 3)
     assert env["PATH"] == "/bin" and env["LC_ALL"] == "C" and env["MINE"] == "1" and env["OMP_NUM_THREADS"] == "3"
     assert not {"HF_TOKEN", "AWS_SECRET_ACCESS_KEY"} & env.keys()
+
+
+def test_on_a_full_disk_the_command_says_so_and_leaves_no_half_configuration(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (200, hard))  # python ignores SIGXFSZ: a write fails, as on a full disk
+        code = prl.rl.main([str(CONFIG), f"run.dir={tmp_path}", "run.name=run", *SHORT])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert code == 1 and f"failed: {tmp_path / 'run'}: " in capsys.readouterr().err
+    assert not (tmp_path / "run" / "config.yaml").exists()
+
+
+def test_a_read_only_folder_is_named(tmp_path: Path) -> None:
+    script = f"mount -t tmpfs -o ro none {tmp_path} && exec {sys.executable} -m prl.rl {CONFIG} run.dir={tmp_path} run.name=run"
+    if (probe := subprocess.run(["unshare", "-rm", "true"], capture_output=True, text=True)).returncode:
+        pytest.skip(f"no mount namespaces here: {probe.stderr.strip()}")
+    done = subprocess.run(["unshare", "-rm", "sh", "-c", script], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 2 and "run.dir: cannot be written" in done.stderr and "Read-only" in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help_with_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert importlib.import_module(f"prl.{command}").main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert "Usage:" in text and f"python -m prl.{command} " in text.split("Example", 1)[1]
 
 
 def test_the_command_line(start, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
