@@ -21,9 +21,11 @@ from prl.inference.api import EngineError, GenerateRequest, Generation
 from prl.inference.engine import Engine
 from prl.models.base import Model
 from prl.orchestrator.curriculum import Uniform
+from prl.orchestrator.evaluation import SOLVED
+from prl.orchestrator.scheduler import JUDGED
 from prl.samples import Sample
 from prl.tokenizer import Tokenizer, of_run
-from prl.trainer.sft import Plan, example, fine_tune
+from prl.trainer.sft import Measure, Plan, Solved, example, fine_tune
 from prl.transport.run_dir import RunDir
 
 log = logging.getLogger(__name__)
@@ -43,10 +45,11 @@ class Local:
         self.engine.add(request)
         return await future
 
-    async def run(self, rollouts: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-        """All of them to their ends, in order."""
+    async def run(self, rollouts: Sequence[Coroutine[Any, Any, T]], alive: Callable[[], None] = lambda: None) -> list[T]:
+        """All of them to their ends, in order; `alive` is called between the engine's steps and while environments work."""
         together = asyncio.gather(*rollouts)
         while not together.done():
+            alive()
             if not self.engine.ready:  # environments are at work
                 await asyncio.wait([together], timeout=0.001)
                 continue
@@ -112,14 +115,14 @@ def worked_examples(config: RunConfig, n: int, envs: Sequence[Env], tokenizer: T
     return short
 
 
-def greedy_solve_rate(config: RunConfig, n: int, envs: Sequence[Env], tokenizer: Tokenizer) -> Callable[[Model], float]:
-    """A function from a model to the share of the first `n` train tasks (none is a worked one) that it solves greedily."""
+def greedy_solve_rate(config: RunConfig, n: int, envs: Sequence[Env], tokenizer: Tokenizer) -> Measure:
+    """Measures what share of the first `n` train tasks (none is a worked one) a model solves greedily."""
     sampling = config.sampling.model_copy(update={"temperature": 0.0})
     places = Uniform(config.run.seed, [env.size("train") for env in envs], [e.weight for e in config.envs])
     tasks = [(envs[env], envs[env].task(ordinal, "train")) for env, ordinal in (places.draw(i) for i in range(n))]
     inference = config.inference
 
-    async def solved(model: Model) -> float:
+    async def solved(model: Model, alive: Callable[[], None]) -> Solved:
         together = min(inference.max_batch, n)
         tokens = together * (sampling.max_length + 8)  # blocks are rounded up
         engine = Local(Engine(model, model.spec, max_batch=together, kv_tokens=tokens, record_routes=False))
@@ -127,14 +130,13 @@ def greedy_solve_rate(config: RunConfig, n: int, envs: Sequence[Env], tokenizer:
             [
                 run_rollout(env, task, engine.generate, tokenizer, sampling, rollout_id=f"dev-{i}", ordinal=i, training=False)
                 for i, (env, task) in enumerate(tasks)
-            ]
+            ],
+            alive,
         )
-        return sum(r.reward >= 1 for r in rollouts) / n
+        judged = [r for r in rollouts if r.outcome in JUDGED]
+        return Solved(sum(r.reward >= SOLVED for r in judged) / len(judged) if judged else None, n - len(judged))
 
-    def rate(model: Model) -> float:
-        return asyncio.run(solved(model))
-
-    return rate
+    return lambda model, alive: asyncio.run(solved(model, alive))
 
 
 def _sft(config: RunConfig) -> Sft:

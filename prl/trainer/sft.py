@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,6 +26,19 @@ from prl.trainer.store import DONE, EXPECTED, FAILED, SAVED, open_state, save_st
 from prl.transport.run_dir import RunDir
 
 log = logging.getLogger(__name__)
+TELL_S = 1.0
+"""Seconds between rank 0's signs of life to the other ranks while it measures."""
+
+
+class Solved(NamedTuple):
+    rate: float | None
+    """Of the judged tasks; None where none could be judged."""
+    failed: int
+    """Tasks without a judgement: environment or engine errors."""
+
+
+Measure = Callable[[Model, Callable[[], None]], Solved]
+"""How much a model solves. The function that it is given is to be called often: it shows that the measurement is alive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +86,7 @@ def fine_tune(
     examples: Sequence[Sample],
     stop: threading.Event,
     *,
-    solve_rate: Callable[[Model], float] | None = None,
+    solve_rate: Measure | None = None,
 ) -> int:
     """Train as planned and write the model; one process a rank, each with the same examples.
 
@@ -106,7 +120,7 @@ class FineTuning:
         self.stepper = Stepper(self.state, config.trainer, plan.steps or 0, beat=status.beat)
         self.guard = Guard(self.own / "nonfinite", config.trainer.max_nonfinite)
 
-    def run(self, examples: Sequence[Sample], stop: threading.Event, solve_rate: Callable[[Model], float] | None) -> int:
+    def run(self, examples: Sequence[Sample], stop: threading.Event, solve_rate: Measure | None) -> int:
         plan, state, mesh, every = self.plan, self.state, self.mesh, self.config.checkpoint.every
         rollouts = [Rollout(str(i), "", "", i, 0, samples=[s]) for i, s in enumerate(examples)]
         deadline = None if plan.seconds is None else time.monotonic() + plan.seconds
@@ -144,12 +158,36 @@ class FineTuning:
             return self.state.step >= self.plan.steps
         return self.mesh.any(deadline is None or time.monotonic() > deadline)
 
-    def _reached(self, solve_rate: Callable[[Model], float]) -> bool:
-        """Whether the solve rate is high enough to end; every rank must ask."""
+    def _reached(self, solve_rate: Measure) -> bool:
+        """Whether the solve rate is high enough to end; every rank must ask.
+
+        The others follow rank 0's measurement, so that a long one is neither a lost collective nor a silent role.
+        """
         self.status.set(phase="evaluating")
-        t0, model, rate = time.monotonic(), self.state.whole_model(), 0.0
-        if self.mesh.main:
-            rate = solve_rate(model)
+        t0, mesh, model, rate = time.monotonic(), self.mesh, self.state.whole_model(), None
+        if mesh.main:
+            told = t0
+
+            def alive() -> None:
+                nonlocal told
+                self.status.beat()
+                if time.monotonic() - told > TELL_S:
+                    told = time.monotonic()
+                    mesh.any(True)
+
+            rate, failed = solve_rate(model, alive)
             seconds = time.monotonic() - t0
-            self.metrics.log("eval", split="dev", step=self.state.step, greedy=rate, complete=True, wall_s=seconds)
-        return self.mesh.any(rate >= self.plan.stop_at)
+            self.metrics.log(
+                "eval",
+                split="dev",
+                step=self.state.step,
+                greedy=rate,
+                failed=failed,
+                complete=rate is not None,
+                wall_s=seconds,
+            )
+            mesh.any(False)
+        else:
+            while mesh.any(False):
+                self.status.beat()
+        return mesh.any(rate is not None and rate >= self.plan.stop_at)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,13 +16,14 @@ import pytest
 import torch
 
 from prl.config.schema import RunConfig
+from prl.envs.base import Task
 from prl.models.base import Model
 from prl.models.hf import load_hf
 from prl.orchestrator import sft as roles
 from prl.samples import CE, Sample
 from prl.tokenizer import of_run
 from prl.trainer import checkpoint
-from prl.trainer.sft import Plan, example, fine_tune, order
+from prl.trainer.sft import Plan, Solved, example, fine_tune, order
 from prl.transport.run_dir import RunDir
 from tests.trainer.envs import Next
 from tests.trainer.helpers import config, run_dir, state_of
@@ -86,7 +90,7 @@ def test_the_warm_start_learns_stops_at_the_solve_rate_and_the_control_goes_on(t
     assert [e["step"] for e in evals] == list(range(2, len(done) + 1, 2)) and len(done) < 400
     assert evals[-1]["greedy"] >= 0.6 > evals[0]["greedy"]
     solve_rate = roles.greedy_solve_rate(c, 8, [Next(c.envs[0], seed=0)], of_run(c))
-    assert solve_rate(load_hf(run / "sft" / "model")) == evals[-1]["greedy"]
+    assert solve_rate(load_hf(run / "sft" / "model"), lambda: None) == (evals[-1]["greedy"], evals[-1]["failed"])
     assert sorted(p.name for p in (run / "sft").iterdir()) == ["model"], "checkpoints go once the model is there"
 
     run.record_stage("rl", 0.3, done=True)
@@ -96,6 +100,15 @@ def test_the_warm_start_learns_stops_at_the_solve_rate_and_the_control_goes_on(t
     assert sum(sum(r["time"].values()) for r in more) < 3
     assert (run / "control" / "model" / "tokenizer.json").is_file()
     assert roles.main(run, c, 0, threading.Event()) == 0 and len(steps(run)) == len(done), "done is done"
+
+
+class Unjudged(Next):
+    """Cannot judge half of its tasks; solves the others."""
+
+    def score(self, task: Task, completion: str) -> float:
+        if task.ordinal % 2:
+            raise OSError("judge not there")
+        return 1.0
 
 
 class StopAfter(threading.Event):
@@ -119,7 +132,7 @@ def test_interrupted_it_goes_on_bit_for_bit(tmp_path: Path, end: str) -> None:
         assert fine_tune(broken, c, plan(c), 0, examples(c), StopAfter(3)) == 75
     else:
 
-        def die(model: Model) -> float:
+        def die(model: Model, alive: Callable[[], None]) -> Solved:
             raise MemoryError
 
         measured = plan(c, measure_every=3)
@@ -135,10 +148,45 @@ def test_interrupted_it_goes_on_bit_for_bit(tmp_path: Path, end: str) -> None:
 
 def test_the_solve_rate_sees_wrong_answers_and_errors() -> None:
     c = sft_config()
-    rate: Callable[[Model], float] = roles.greedy_solve_rate(c, 8, [Next(c.envs[0], seed=0)], of_run(c))
-    model = state_of(c).model
+    env = Next(c.envs[0], seed=0)
+    model, signs = state_of(c).model, []
     with torch.no_grad():
         model.lm_head_weight.zero_()
-        assert rate(model) == 0
+        measure = roles.greedy_solve_rate(c, 8, [env], of_run(c))
+        assert measure(model, lambda: signs.append(1)) == (0, 0)
+        assert len(signs) >= c.sampling.max_tokens, "one a step of the engine"
+        assert roles.greedy_solve_rate(c, 8, [Unjudged(c.envs[0], seed=0)], of_run(c))(model, lambda: None) == (1, 4)
         model.lm_head_weight.fill_(float("nan"))
-    assert rate(model) == 0
+    assert measure(model, lambda: None) == (None, 8)
+
+
+def slow(model: Model, alive: Callable[[], None]) -> Solved:
+    for _ in range(30):
+        time.sleep(0.1)
+        alive()
+    return Solved(1.0, 0)
+
+
+def rank_of_two(root: Path, index: int) -> None:
+    c = sft_config()
+    c = c.model_copy(update={"trainer": c.trainer.model_copy(update={"ranks": 2})})
+    one = plan(c, steps=5, measure_every=1)
+    sys.exit(fine_tune(RunDir(root), c, one, index, examples(c), threading.Event(), solve_rate=slow))
+
+
+def test_a_long_measurement_shows_life_on_every_rank_and_ends_both(tmp_path: Path) -> None:
+    run = run_dir(tmp_path)
+    context = multiprocessing.get_context("spawn")
+    ranks = [context.Process(target=rank_of_two, args=(run.root, i)) for i in range(2)]
+    for process in ranks:
+        process.start()
+    signs: dict[str, set[float]] = {"sft": set(), "sft-1": set()}
+    while any(process.is_alive() for process in ranks):
+        for role, seen in signs.items():
+            status = run.read_status(role)
+            if status is not None and status["phase"] == "evaluating":
+                seen.add(status["t"])
+        time.sleep(0.02)
+    assert [process.exitcode for process in ranks] == [0, 0]
+    assert len(steps(run)) == 1, "the solve rate was reached at the first step"
+    assert all(len(seen) >= 2 for seen in signs.values()), signs
