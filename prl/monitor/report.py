@@ -317,14 +317,18 @@ def tiles(s: dict[str, Any]) -> list[tuple[str, str, str]]:
     ]
 
 
-def verdict(s: dict[str, Any]) -> tuple[bool, str] | None:
-    """(whether RL ended above the control, the sentence with both rates); None where one of them is not there."""
+def verdict(s: dict[str, Any], time_fraction: float = 1.0) -> tuple[bool, str] | None:
+    """(whether RL ended above the control, the sentence with both rates); None where one of them is not there.
+
+    `time_fraction`: of RL's time, what the control had.
+    """
     rl, control = s["held_out_final"], s["held_out_control"]
     if rl is None or control is None:
         return None
     where = "above" if rl > control else "below" if rl < control else "level with"
     rates = f"{shown(rl)} against {shown(control)} on held-out tasks ({shown(rl - control, '+.3f')})"
-    return rl > control, f"RL ended {where} the control: {rates}."
+    time = "" if time_fraction == 1 else f" The control had {time_fraction:.0%} of RL's time."
+    return rl > control, f"RL ended {where} the control: {rates}.{time}"
 
 
 def read_measurements(path: Path) -> dict[str, Any]:
@@ -390,7 +394,7 @@ def render(config: RunConfig, history: History, summary: dict[str, Any], measure
         cards=cards,
         plotly_js=get_plotlyjs() if cards else "",
         tiles=tiles(summary),
-        verdict=verdict(summary),
+        verdict=verdict(summary, config.control.time_fraction if config.control else 1.0),
         measurements=measurements,
         measured=measured(measurements) if measurements else [],
         numbers=list(numbers(summary)),

@@ -137,8 +137,8 @@ def test_it_says_whether_rl_ended_above_the_control(tmp_path: Path, control: flo
     for r in made:
         if r["kind"] == "eval" and r.get("sampled") == 0.41:
             r["sampled"] = control
-    tags = page(write_report(write_run(tmp_path / "run", made)))
-    assert text in tags.text and ("p", {"id": "verdict", "class": class_}) in tags.tags
+    tags = page(write_report(write_run(tmp_path / "run", made, "control.time_fraction=0.5")))
+    assert f"{text} The control had 50% of RL's time." in tags.text and ("p", {"id": "verdict", "class": class_}) in tags.tags
     without = [r for r in made if not (r["kind"] == "eval" and r.get("sampled") == control)]
     assert "the control: " not in page(write_report(write_run(tmp_path / "without", without))).text
 
