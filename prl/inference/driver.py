@@ -10,7 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -24,8 +24,15 @@ log = logging.getLogger(__name__)
 IDLE_SPAN_S = 0.05
 
 
+class EngineStopped(RuntimeError):
+    """The engine is no more, so it will not do what was asked of it."""
+
+
 class Driver(threading.Thread):
-    """Owns the engine and steps it. `deliver` gets the events of a step, in this thread; `failed` an error that ended it."""
+    """Owns the engine and steps it. `deliver` gets the events of a step, in this thread; `failed` an error that ended it.
+
+    Futures have no deadline of their own: each ends with the engine, by `refuse`, and who watches `silent_s` calls that.
+    """
 
     def __init__(
         self,
@@ -39,15 +46,22 @@ class Driver(threading.Thread):
         self._commands: deque[tuple[Callable[[Engine], Any], Future[Any] | None]] = deque()
         self._wake, self._stop_asked, self._ended = threading.Event(), False, False
         self._drained: list[Future[None]] = []
+        self._open: set[Future[Any]] = set()  # promised and not kept yet
+        self._pulse = time.monotonic()
         self.paused = self.frozen = self._updating = False
 
     def post(self, function: Callable[[Engine], Any]) -> None:
         """Run `function(engine)` between two steps."""
         self._queue(function, None)
 
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the thread last came round: little when it is idle, more than a step only if one hangs."""
+        return time.monotonic() - self._pulse
+
     def call(self, function: Callable[[Engine], T]) -> Future[T]:
         """`post` with a future of the result."""
-        future: Future[T] = Future()
+        future: Future[T] = self._promise()
         self._queue(function, future)
         return future
 
@@ -55,19 +69,23 @@ class Driver(threading.Thread):
         self._commands.append((function, future))
         self._wake.set()
         if self._ended:
-            self._refuse()
+            self.refuse()
 
-    def _refuse(self) -> None:
-        """Nobody waits for ever for an engine that is no more."""
-        with suppress(IndexError):
-            while True:
-                _, future = self._commands.popleft()
-                if future is not None:
-                    future.set_exception(RuntimeError(f"{self.engine.name}: the engine has stopped"))
+    def _promise(self) -> Future[Any]:
+        future: Future[Any] = Future()
+        self._open.add(future)
+        future.add_done_callback(self._open.discard)
+        return future
+
+    def refuse(self) -> None:
+        """Nobody waits for ever for an engine that is no more: whatever was asked of it fails, now and from now on."""
+        self._ended = True
+        for future in self._open.copy():
+            _settle(future, error=EngineStopped(f"{self.engine.name}: the engine has stopped"))
 
     def pause(self, mode: str, clear_cache: bool) -> Future[None]:
         """Admit nothing more. `abort` ends what there is, `keep` freezes it, `wait`: the future is done when it has ended."""
-        done: Future[None] = Future()
+        done: Future[None] = self._promise()
 
         def apply(engine: Engine) -> None:
             self.paused = True
@@ -81,7 +99,7 @@ class Driver(threading.Thread):
             if mode == "wait":
                 self._drained.append(done)
             else:
-                done.set_result(None)
+                _settle(done)
 
         self.post(apply)
         return done
@@ -112,6 +130,7 @@ class Driver(threading.Thread):
     def run(self) -> None:
         try:
             while not self._stop_asked:
+                self._pulse = time.monotonic()
                 self._wake.clear()
                 self._run_commands()
                 if self.engine.ready and not self.frozen:
@@ -121,14 +140,13 @@ class Driver(threading.Thread):
                     self._wait()
                 if self._drained and not self.engine.running:
                     for future in self._drained:
-                        future.set_result(None)
+                        _settle(future)
                     self._drained.clear()
         except BaseException as e:
             log.exception("the engine has stopped")
             self._failed(e)
         finally:
-            self._ended = True
-            self._refuse()
+            self.refuse()
 
     def _run_commands(self) -> None:
         while self._commands:
@@ -138,10 +156,10 @@ class Driver(threading.Thread):
             except Exception as e:
                 if future is None:
                     raise
-                future.set_exception(e)
+                _settle(future, error=e)
             else:
                 if future is not None:
-                    future.set_result(result)
+                    _settle(future, result)
 
     def _wait(self) -> None:
         t0 = time.time()
@@ -149,6 +167,15 @@ class Driver(threading.Thread):
         if self._metrics is not None and time.time() - t0 > IDLE_SPAN_S:
             what = "resume" if self.paused else "weights" if self._updating else "requests"
             self._metrics.log("span", name="wait", what=what, t0=t0, t1=time.time())
+
+
+def _settle(future: Future[Any], result: Any = None, error: BaseException | None = None) -> None:
+    """Unless it is settled: its caller may have gone away, or the engine may have been given up."""
+    with suppress(InvalidStateError):
+        if error is None:
+            future.set_result(result)
+        else:
+            future.set_exception(error)
 
 
 class Updater(threading.Thread):

@@ -24,7 +24,7 @@ from aiohttp import web
 
 from prl.config.schema import RunConfig
 from prl.inference.api import GenerateRequest
-from prl.inference.driver import Driver, Updater
+from prl.inference.driver import Driver, EngineStopped, Updater
 from prl.inference.engine import Engine, Event, RequestError, no_generation
 from prl.inference.wire import FieldError, decode, read_request, write_choice
 from prl.models.base import Model
@@ -37,6 +37,8 @@ from prl.transport.weights import WeightStore
 
 MAX_BODY = 64 << 20
 REPORT_S = 2.0
+ALIVE_S = 5.0
+"""The role shows life only while its engine came round this lately."""
 
 
 class AbortBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -72,7 +74,10 @@ class Server:
         store: WeightStore | None = None,
         poll_s: float = 0.02,
         metrics: Metrics | None = None,
+        stall_s: float = 60.0,
     ):
+        """`stall_s`: an engine that has not come round for so long is given up."""
+        self.stall_s = stall_s
         self.engine, self.stream_interval = engine, stream_interval
         self.driver = Driver(engine, self._deliver, self._on_failure, metrics)
         self.updater = Updater(self.driver, store, self._on_failure, poll_s, metrics) if store is not None else None
@@ -83,6 +88,7 @@ class Server:
         self._numbers = itertools.count()
         self._loop: asyncio.AbstractEventLoop
         self._runner: web.AppRunner
+        self._watch: asyncio.Task[None]
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> int:
         """Listen and run; returns the port."""
@@ -109,11 +115,13 @@ class Server:
         site = web.TCPSite(self._runner, host, port, backlog=1024)
         await site.start()
         self.driver.start()
+        self._watch = asyncio.create_task(self._give_up_when_stalled())
         if self.updater is not None:
             self.updater.start()
         return int(self._runner.addresses[0][1])
 
     async def close(self) -> None:
+        self._watch.cancel()
         if self.updater is not None:
             self.updater.stop()
         self.driver.stop()
@@ -139,6 +147,13 @@ class Server:
         self.failure = self.failure or failure
         nothing = no_generation(self.engine.name, "error")
         self._hand_out([Event(i, nothing, error=failure) for i in self._listeners])
+        self.driver.refuse()
+
+    async def _give_up_when_stalled(self) -> None:
+        """The deadline of everything that waits for the engine."""
+        while (silent_s := self.driver.silent_s) < self.stall_s:
+            await asyncio.sleep(min(1.0, self.stall_s - silent_s))
+        self._give_up(f"the engine hangs: its step has taken {silent_s:.0f} s")
 
     # -- HTTP ----------------------------------------------------------------------------------------------------------
 
@@ -151,6 +166,8 @@ class Server:
             return await handler(request)
         except (FieldError, RequestError) as e:
             return _error(400, str(e), e.name)
+        except EngineStopped as e:
+            return _error(503, self.failure or str(e))
 
     async def _health(self, _: web.Request) -> web.Response:
         return web.Response(status=503 if self.failure else 200)
@@ -304,6 +321,7 @@ def main(run: RunDir, config: RunConfig, index: int, stop: threading.Event) -> i
         store=store,
         poll_s=config.transport.poll_s,
         metrics=metrics,
+        stall_s=config.launch.heartbeat_timeout_s,
     )
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_serve(server, run, name, status, metrics, stop))
@@ -333,12 +351,13 @@ async def _serve(server: Server, run: RunDir, name: str, status: Status, metrics
     while not stop.is_set() and not server.failure:
         await asyncio.sleep(0.2)
         stats, now = server.engine.stats(), time.time()
-        if now - t >= REPORT_S:
+        if now - t >= REPORT_S and server.driver.silent_s < ALIVE_S:
             rate = {f"{k}_per_s": (stats[k] - before[k]) / (now - t) for k in ("generated", "forwarded", "steps")}
             metrics.log("engine", **stats, **rate)
             status.set(phase="serving", step=stats["version"], tokens_per_s=rate["generated_per_s"], running=stats["running"])
             before, t = stats, now
-        status.beat()
+        if server.driver.silent_s < ALIVE_S:
+            status.beat()
     metrics.log("engine", **server.engine.stats())
     failure = server.failure
     await server.close()

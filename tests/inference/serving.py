@@ -22,7 +22,7 @@ async def serving(
 ) -> AsyncIterator[tuple[Server, Replica]]:
     """Options of the server by their name, all others are the engine's."""
     model = model or make_model()
-    of_server = {k: kwargs.pop(k) for k in ("stream_interval", "store", "poll_s", "metrics") if k in kwargs}
+    of_server = {k: kwargs.pop(k) for k in ("stream_interval", "store", "poll_s", "metrics", "stall_s") if k in kwargs}
     engine = Engine(model, model.spec, name=name, **({"kv_tokens": 8192, "max_batch": 16} | kwargs))
     server = Server(engine, SECRET, **of_server)
     port = await server.start()

@@ -5,6 +5,7 @@ import os
 import socket
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
@@ -19,6 +20,7 @@ from prl.config.schema import RunConfig
 from prl.inference import server
 from prl.inference.api import EngineError, GenerateRequest
 from prl.inference.client import Client, Replica, run_replicas
+from prl.inference.engine import Engine
 from prl.models.hf import save_hf
 from prl.serve import main as serve
 from prl.transport.run_dir import RunDir
@@ -77,6 +79,37 @@ async def test_the_role_waits_for_the_first_version_serves_and_follows(tmp_path:
     assert await asyncio.wait_for(asyncio.wrap_future(code), 10) == 0
     spans = [orjson.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [s["version"] for s in spans if s.get("name") == "update"] == [5]
+
+
+async def test_a_role_whose_engine_hangs_shows_no_life_and_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunDir(tmp_path / "run").create()
+    config = RunConfig.model_validate(
+        {
+            "model": {"architecture": CONFIGS["llama"]},
+            "transport": {"weights": "filesystem"},
+            "inference": {"kv_tokens": 1024},
+            "launch": {"heartbeat_timeout_s": 8.0},
+        }
+    )
+    monkeypatch.setattr(server, "ALIVE_S", 2.0)
+    WeightStore(run, config.transport).publish(0, 0, make_model("llama").state_dict().items())
+    code = start_role(run, config, threading.Event())
+    await wait_for(lambda: run.address("inference-0") is not None)
+
+    def beat() -> float:
+        return float(orjson.loads((run / "status" / "inference-0.json").read_bytes())["t"])
+
+    idle = beat()
+    await wait_for(lambda: beat() > idle + 2)
+    go = threading.Event()
+    monkeypatch.setattr(Engine, "step", lambda self: go.wait(30) and [])
+    async with Client(run_replicas(run, 1), run.secret, moe_layers=(), timeout_s=20, attempts=1) as client:
+        asked, t = asyncio.ensure_future(client.generate(GenerateRequest(np.array([4, 5], np.int32), 8))), time.time()
+        with pytest.raises(EngineError, match="the engine hangs"):
+            await asked
+    assert beat() < t + 5, "the HTTP loop lived on, and that is no sign of life"
+    assert await asyncio.wait_for(asyncio.wrap_future(code), 15) == 1
+    go.set()
 
 
 async def test_the_role_stops_while_it_waits(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import io
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,9 @@ import torch
 
 from prl.config.schema import Transport
 from prl.inference.api import EngineError, GenerateRequest
+from prl.inference.driver import EngineStopped
 from prl.inference.engine import Engine
+from prl.inference.server import Server
 from prl.transport.run_dir import RunDir
 from prl.transport.weights import WeightStore
 from tests.inference.serving import client_of, raw, serving
@@ -295,6 +298,74 @@ async def test_an_engine_that_fails_tells_every_caller() -> None:
             await waiting
         async with raw(replica) as http:
             assert (await http.get("/health")).status == 503
+
+
+async def hangs(server: Server) -> threading.Event:
+    """The engine's next step does not end before the event is set."""
+    go = threading.Event()
+    server.engine.step = lambda: go.wait(30) and []  # type: ignore[method-assign, assignment, return-value]
+    return go
+
+
+async def test_everybody_who_waits_for_a_hung_engine_is_told(tmp_path: Path) -> None:
+    store = WeightStore(RunDir(tmp_path / "run").create(), Transport(weights="filesystem"))
+    async with serving(store=store) as (server, replica), client_of(replica, attempts=1) as client:
+        for _ in range(2):  # it comes round although it is idle
+            pulse = server.driver._pulse
+            await wait_for(lambda pulse=pulse: server.driver._pulse > pulse)
+        go = await hangs(server)
+        async with raw(replica) as http:
+            body = BODY | {"stream": True, "request_id": "streamed"}
+            stream = asyncio.ensure_future(http.post("/inference/v1/generate", json=body))
+            whole = asyncio.ensure_future(client.generate(GenerateRequest(np.array([1], np.int32), 4)))
+            await wait_for(lambda: server.driver.silent_s > 0.2)
+            posts = [asyncio.ensure_future(http.post(p)) for p in ("/pause?mode=wait", "/pause", "/resume", "/abort_requests")]
+            update = asyncio.ensure_future(asyncio.wrap_future(server.driver.updating(True)))
+            await wait_for(lambda: len(server.driver._open) == 5)
+            server.stall_s = 0.5
+            async with asyncio.timeout(15):
+                with pytest.raises(EngineError, match="the engine hangs"):
+                    await whole
+                assert "the engine hangs" in await (await stream).text()
+                for post in posts:
+                    answer = await post
+                    assert answer.status == 503 and "the engine hangs" in await answer.text()
+                with pytest.raises(EngineStopped):
+                    await update
+                assert (await http.get("/health")).status == 503
+        go.set()
+
+
+async def test_a_drain_ends_with_the_engine() -> None:
+    async with serving() as (server, replica), raw(replica) as http:
+        running = asyncio.ensure_future(
+            http.post("/inference/v1/generate", json=BODY | {"sampling_params": {"max_tokens": 240}})
+        )
+        await wait_for(lambda: server.engine.running == 1)
+        server.driver.frozen = True
+        drain = asyncio.ensure_future(http.post("/pause?mode=wait"))
+        await wait_for(lambda: server.driver._drained)
+
+        def fail(_: Engine) -> None:
+            raise MemoryError("no more")
+
+        server.driver.post(fail)
+        async with asyncio.timeout(5):
+            assert (await drain).status == 503 and (await running).status == 503
+            assert (await http.post("/resume")).status == 503, "asked after its end"
+
+
+async def test_a_caller_that_leaves_a_pause_leaves_the_engine_alive() -> None:
+    async with serving() as (server, replica), client_of(replica) as client, raw(replica) as http:
+        whole = asyncio.ensure_future(client.generate(GenerateRequest(np.array([1, 2], np.int32), 200)))
+        await wait_for(lambda: server.engine.running == 1)
+        drain = asyncio.ensure_future(http.post("/pause?mode=wait"))
+        await wait_for(lambda: server.driver._drained)
+        drain.cancel()
+        await wait_for(lambda: not server.driver._open)
+        assert len((await whole).tokens) == 200
+        await client.resume("inference-0")
+        assert len((await client.generate(GenerateRequest(np.array([1], np.int32), 3))).tokens) == 3
 
 
 class TestUpdates:
