@@ -178,6 +178,29 @@ def test_engine_and_trainer_agree_over_turns_ranks_and_replicas(job: Callable[..
     assert generated == {"inference-0", "inference-1"}
 
 
+@pytest.mark.long
+def test_neither_lr_0_nor_shuffled_rewards_gain_anything(job: Callable[..., Job]) -> None:
+    """From one warm start, by the sampled solve rate on 512 held-out tasks, the same noise in every evaluation."""
+    settings = (
+        *DETERMINISTIC, "envs=[{name: first, kind: 'letters:First'}]", "sampling.max_tokens=2", "trainer.steps=16",
+        "orchestrator.batch_size=64", "orchestrator.max_in_flight=64", "evaluation.tasks=512", "evaluation.every=1000", "orchestrator.max_refills=200",
+    )  # fmt: skip
+    sft = "sft={steps: 60, batch_size: 26, examples: 520, optim: {lr: 3.0e-3}}"
+    gains: dict[str, float] = {}
+    warm = ""
+    for name, change in (("rl", sft), ("lr 0", "trainer.optim.lr=0"), ("shuffled", "orchestrator.shuffle_rewards=true")):
+        one = job(
+            *settings, change, *(["model.architecture=null", f"model.path={warm}"] if warm else []), name=name.replace(" ", "-")
+        ).start()
+        one.end(0)
+        one.assert_complete(16)
+        summary = json.loads((one.run / "summary.json").read_text())
+        assert summary["held_out_tasks"] == 512 and 0.35 < summary["held_out_sft"] < 0.65
+        gains[name] = summary["held_out_final"] - summary["held_out_sft"]
+        warm = warm or str(one.run / "sft" / "model")
+    assert gains["rl"] > 0.2 and gains["lr 0"] < 0.05 and gains["shuffled"] < 0.05, gains
+
+
 def test_what_only_a_role_can_find_wrong_with_a_configuration_ends_with_2(job: Callable[..., Job]) -> None:
     said = job("envs=[{name: letters, kind: 'letters:Latters'}]").start().end(2)
     assert "env letters: kind 'letters:Latters': cannot be imported" in said and "Traceback" not in said
@@ -218,7 +241,7 @@ def test_a_stop_request_saves_the_last_step(job: Callable[..., Job]) -> None:
 def test_deterministic_losses_do_not_depend_on_kills(job: Callable[..., Job], kills: int) -> None:
     """In lock step, a run killed at random moments has the losses of an undisturbed one, bit for bit."""
     steps = 4 * kills
-    overrides = (*DETERMINISTIC, f"trainer.steps={steps}", "evaluation.every=1000", "checkpoint.every=1")
+    overrides = (*DETERMINISTIC, f"trainer.steps={steps}", "evaluation.every=1000", "orchestrator.max_refills=200", "checkpoint.every=1")
     undisturbed = job(*overrides).start()
     undisturbed.end(0)
     undisturbed.assert_complete(steps)

@@ -39,3 +39,13 @@ class Turns(Letters):
     def step(self, state: Said, completion: str) -> Turn:
         state.completions.append(completion)
         return Turn(self.score(state.task, "".join(state.completions)), done=len(state.completions) == 3, text=">>")
+
+
+class First(Letters):
+    """Solved by a first letter of the first half; the worked answers begin with any letter, so a warm start solves half."""
+
+    def score(self, task: Task, completion: str) -> float:
+        return float("a" <= completion[:1] < "n")
+
+    def worked_answer(self, task: Task) -> str:
+        return "abcdefghijklmnopqrstuvwxyz"[task.ordinal % 26]
