@@ -183,7 +183,8 @@ def test_neither_lr_0_nor_shuffled_rewards_gain_anything(job: Callable[..., Job]
     """From one warm start, by the sampled solve rate on 512 held-out tasks, the same noise in every evaluation."""
     settings = (
         *DETERMINISTIC, "envs=[{name: first, kind: 'letters:First'}]", "sampling.max_tokens=2", "trainer.steps=16",
-        "orchestrator.batch_size=64", "orchestrator.max_in_flight=64", "evaluation.tasks=512", "evaluation.every=1000", "orchestrator.max_refills=200",
+        "orchestrator.batch_size=64", "orchestrator.max_in_flight=64", "evaluation.tasks=512", "evaluation.every=1000",
+        "orchestrator.max_refills=200",
     )  # fmt: skip
     sft = "sft={steps: 60, batch_size: 26, examples: 520, optim: {lr: 3.0e-3}}"
     gains: dict[str, float] = {}
@@ -241,7 +242,7 @@ def test_a_stop_request_saves_the_last_step(job: Callable[..., Job]) -> None:
 def test_deterministic_losses_do_not_depend_on_kills(job: Callable[..., Job], kills: int) -> None:
     """In lock step, a run killed at random moments has the losses of an undisturbed one, bit for bit."""
     steps = 4 * kills
-    overrides = (*DETERMINISTIC, f"trainer.steps={steps}", "evaluation.every=1000", "orchestrator.max_refills=200", "checkpoint.every=1")
+    overrides = (*DETERMINISTIC, f"trainer.steps={steps}", "evaluation.every=1000", "checkpoint.every=1")
     undisturbed = job(*overrides).start()
     undisturbed.end(0)
     undisturbed.assert_complete(steps)
