@@ -271,7 +271,7 @@ CARDS = (
         "Mismatch KL",
         mismatch,
         "Mean over trained tokens of exp(d) − 1 − d, d = trainer − engine logprob. Tokens of older versions differ since the "
-        "weights do; those of the trained version should not.",
+        "weights do; those of the trained version only where an update came in the middle of their rollout.",
     ),
     Card("quantiles", "Mismatch of a token", mismatch_quantiles, "Quantiles over the tokens of a step, all versions."),
     Card(
