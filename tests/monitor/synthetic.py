@@ -92,9 +92,9 @@ def records(steps: int, *, sft_steps: int = 60, control: bool = True, step_s: fl
 
 
 def write_run(root: Path, records: list[dict[str, Any]], *overrides: str) -> RunDir:
-    """A run's folder of these records; the configuration is the demo's with 600 steps of SFT, 120 of RL and `overrides`."""
+    """A run's folder of these records; the configuration is the demo's, but what lengths depend on is fixed here; then `overrides`."""
     (root / "status").mkdir(parents=True)
-    fixed = [f"run.dir={root.parent}", f"run.name={root.name}", "trainer.steps=120", "sft.steps=600"]
+    fixed = [f"run.dir={root.parent}", f"run.name={root.name}", "trainer.steps=120", "sft.steps=600", "control.time_fraction=1"]
     config = load("configs/demo.yaml", [*fixed, *overrides])
     (root / "config.yaml").write_text(dump(config))
     (root / "stages.json").write_bytes(orjson.dumps({"rl": {"wall_s": 70.0, "done": True}} if records else {}))
