@@ -92,7 +92,7 @@ def records(steps: int, *, sft_steps: int = 60, control: bool = True, step_s: fl
 
 
 def write_run(root: Path, records: list[dict[str, Any]], *overrides: str) -> RunDir:
-    """A run's folder of these records; the configuration is the demo's, but what lengths depend on is fixed here; then `overrides`."""
+    """A run's folder of these records; its configuration is the demo's, with all lengths fixed here, and `overrides`."""
     (root / "status").mkdir(parents=True)
     fixed = [f"run.dir={root.parent}", f"run.name={root.name}", "trainer.steps=120", "sft.steps=600", "control.time_fraction=1"]
     config = load("configs/demo.yaml", [*fixed, *overrides])
