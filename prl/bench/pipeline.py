@@ -29,8 +29,6 @@ QUIET = (
 """Nothing but steps: evaluations and checkpoints would fall into some variants' time and not into others'."""
 SHOWN = 0.005
 """Waits below this share of the time are left out of the table."""
-KL_STEPS = 4
-"""Steps of the variants that are about mismatch alone."""
 ASYNC, SYNC, SYNC_ALL = "asynchronous", "synchronous", "synchronous, all cores a role"
 REPLAY, NO_REPLAY = "engine in bfloat16, routes replayed", "engine in bfloat16, routes not replayed"
 
@@ -144,16 +142,13 @@ def measure(
     during: list[tuple[str, float]] = []
     with tempfile.TemporaryDirectory(prefix="prl-bench-") as name:
         folder = Path(name)
-        start = list(given)
+        start = [*given, f"trainer.steps={steps}"]
         if config.sft is not None:
             run_job(folder, "warm-start", config_path, given, module="prl.sft", timeout_s=timeout_s)
             start += ["sft=null", f"model.path={folder / 'warm-start' / 'sft' / 'model'}", "model.architecture=null"]
         overrides_of = variants(machine.usable_cores())
         for number, variant in enumerate(plan(repeats), 1):
-            # Mismatch varies less from step to step than time does.
-            length = steps if variant in (ASYNC, SYNC, SYNC_ALL) else min(steps, warmup + cooldown + KL_STEPS)
-            changed = [*start, f"trainer.steps={length}", *overrides_of[variant]]
-            job = run_job(folder, f"run-{number}", config_path, changed, timeout_s=timeout_s)
+            job = run_job(folder, f"run-{number}", config_path, [*start, *overrides_of[variant]], timeout_s=timeout_s)
             measured[variant].append(Measured(job, settled(job.history, warmup=warmup, cooldown=cooldown)))
             during.append((f"run {number} ({variant})", job.others))
     return Result(
