@@ -57,8 +57,8 @@ async def test_the_role_waits_for_the_first_version_serves_and_follows(tmp_path:
     )
     stop = threading.Event()
     code = start_role(run, config, stop)
-    await wait_for(lambda: (run / "status").exists() and any((run / "status").iterdir()))
     status = run / "status" / "inference-0.json"
+    await wait_for(status.exists)  # not any file of the folder: its temporary one comes first
     await wait_for(lambda: orjson.loads(status.read_bytes())["waits_for"] == "the first weight version")
     assert run.address("inference-0") is None, "it announces itself when it can answer"
     store = WeightStore(run, config.transport)
