@@ -207,6 +207,7 @@ def _override(tree: _Tree, text: str) -> None:
     read = _Tree()
     value = _parse(raw, "", read)
     key: Key = ()
+    made: list[Key] = []
 
     def changed(at: Any) -> Any:
         nonlocal key
@@ -221,6 +222,8 @@ def _override(tree: _Tree, text: str) -> None:
         if not isinstance(at, dict | None):
             raise ValueError(f"{_dotted(key)} is {at!r}, which has no keys")
         key = (*key, step)
+        if step not in (at or {}):
+            made.append(key)
         return (at or {}) | {step: changed((at or {}).get(step))}
 
     try:
@@ -230,7 +233,8 @@ def _override(tree: _Tree, text: str) -> None:
     tree.problems.extend(Problem(dotted, p.message, text) for p in read.problems)
     if not read.problems:
         tree.data = data
-        tree.origins = {k: where for k, where in tree.origins.items() if k[: len(key)] != key} | {key: text}
+        tree.origins = {k: where for k, where in tree.origins.items() if k[: len(key)] != key}
+        tree.origins |= dict.fromkeys([*made, key], text)
 
 
 def _shown(path: Path) -> str:

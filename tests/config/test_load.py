@@ -120,11 +120,12 @@ def test_a_problem_says_where_it_was_written(tmp_path: Path) -> None:
     write(tmp_path, MODEL + "trainer:\n  steps: -1\n", "base.yaml")
     path = write(tmp_path, "base: base.yaml\n\nsampling:\n  max_turns: none\n")
     with pytest.raises(ConfigError) as caught:
-        load(path, ["run.seed=x"])
+        load(path, ["run.seed=x", "sampling.tops.p=1"])
     origin = {p.path: p.origin for p in caught.value.problems}
     assert origin["trainer.steps"].endswith("base.yaml:5")
     assert origin["sampling.max_turns"].endswith("run.yaml:4")
     assert origin["run.seed"] == "run.seed=x"
+    assert origin["sampling.tops"] == "sampling.tops.p=1"  # a section that the override made
 
 
 def test_a_rule_stays_out_where_what_it_reads_is_not_sound(tmp_path: Path) -> None:
