@@ -36,10 +36,14 @@ def broken_rules(config: RunConfig, unsound: Sequence[str] = ()) -> list[tuple[s
 Found = Iterator[tuple[str, str]]
 
 
-@_reads("run.name", "run.seed")
-def _run(c: RunConfig) -> Found:
+@_reads("run.name")
+def _name(c: RunConfig) -> Found:
     if c.run.name in (".", "..") or not re.fullmatch(r"[\w.+=-][\w.+= -]*", c.run.name):
         yield "run.name", f"expected the name of one folder (letters, digits, . _ + = -), got {c.run.name!r}"
+
+
+@_reads("run.seed")
+def _seed(c: RunConfig) -> Found:
     if not 0 <= c.run.seed < 2**63:
         yield "run.seed", f"expected 0 to 2^63 - 1, got {c.run.seed}"
 

@@ -99,12 +99,19 @@ launch: {threads: {trainr: 2}}
 """
     )
     found = problems(
-        write(tmp_path, text), "trainer.loss.kind=5", "envs.3.x=1", "nonsense", "run.name=a", "run.name.x=3", "run.dri=out"
+        write(tmp_path, text),
+        "trainer.loss.kind=5",
+        "envs.3.x=1",
+        "nonsense",
+        "run.name=a/b",
+        "run.name.x=3",
+        "run.dri=out",
+        "run.seed=x",
     )
     assert found.keys() == {
         "optim", "runn", "trainer.optm", "trainer.steps", "trainer.router_replay", "trainer.optim.schedule",
         "trainer.optim.betas.1", "orchestrator.batch_size", "sampling.top_p", "launch.threads.trainr", "trainer.loss.kind",
-        "envs.3.x", "nonsense", "run.name.x", "run.dri",
+        "envs.3.x", "nonsense", "run.name.x", "run.name", "run.dri", "run.seed",
     }  # fmt: skip
     assert "did you mean trainer.optim" in found["optim"]
     assert "did you mean run?" in found["runn"]
