@@ -55,6 +55,8 @@ class _Tree:
     data: dict[str, Any] = field(default_factory=dict)
     origins: dict[Key, str] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
+    whole: bool = True
+    """Whether every file was read: of what stands in the others nothing is known."""
 
     def origin(self, key: Key) -> str:
         """Of the value or of the nearest thing around it."""
@@ -159,6 +161,7 @@ def _read(path: Path, chain: tuple[Path, ...] = ()) -> _Tree:
 
     def wrong(message: str) -> _Tree:
         tree.problems.append(Problem(name, message, by))
+        tree.whole = False
         return tree
 
     try:
@@ -175,6 +178,7 @@ def _read(path: Path, chain: tuple[Path, ...] = ()) -> _Tree:
         return wrong(f"cannot be read: {getattr(error, 'strerror', None) or error}")
     data = _parse(text, name, tree)
     if data is None and tree.problems:
+        tree.whole = False
         return tree
     if not isinstance(data, dict):
         found = "is empty" if data is None else f"holds a {type(data).__name__}"
@@ -185,6 +189,7 @@ def _read(path: Path, chain: tuple[Path, ...] = ()) -> _Tree:
         return tree
     if not isinstance(base, str):
         tree.problems.append(Problem("base", f"expected the name of a YAML file, got {base!r}", tree.origin(("base",))))
+        tree.whole = False
         return tree
     below = _read(path.parent / base, (*chain, real))
     # A list replaces: where its old items were written no longer matters.
@@ -193,7 +198,7 @@ def _read(path: Path, chain: tuple[Path, ...] = ()) -> _Tree:
         for key, where in below.origins.items()
         if not any(isinstance(step, int) and key[:n] in tree.origins for n, step in enumerate(key))
     }
-    return _Tree(_merged(below.data, tree.data), kept | tree.origins, below.problems + tree.problems)
+    return _Tree(_merged(below.data, tree.data), kept | tree.origins, below.problems + tree.problems, below.whole)
 
 
 def _override(tree: _Tree, text: str) -> None:
@@ -350,6 +355,8 @@ def _checked(tree: _Tree) -> RunConfig | None:
                 key, problem = _described(detail, tree)
                 tree.problems.append(problem)
                 bad.append(key)
+    if not tree.whole:
+        return None
     # What is not sound has fallen back to its default; rules that read it stay out, the others still speak.
     for path, message in (*broken_rules(config, [_dotted(k) for k in bad]), *_missing_files(config)):
         tree.problems.append(
@@ -390,9 +397,10 @@ def load(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
     config = None
     try:
         tree = _read(Path(path))
-        if tree.data or not tree.problems:  # without its file the rest of a configuration means nothing
+        if tree.whole:  # without its file an override may reach for what only seems missing
             for override in overrides:
                 _override(tree, override)
+        if tree.whole or tree.data:
             config = _checked(tree)
     except RecursionError:
         tree.problems.append(Problem(name, "nested too deeply"))

@@ -169,8 +169,9 @@ def test_missing_files_and_folders(tmp_path: Path) -> None:
     write(tmp_path, MODEL, "demo.yaml")
     assert "did you mean 'demo.yaml'" in next(iter(problems(tmp_path / "dmo.yaml", "run.seed=-1").values()))
     assert "Is a directory" in next(iter(problems(tmp_path).values()))
-    (found,) = problems(write(tmp_path, "base: none.yaml\n" + MODEL)).values()
-    assert "no such file" in found
+    alone = problems(write(tmp_path, "base: none.yaml\ntrainer: {steps: x}\n"), "envs.0.weight=2")
+    assert alone.keys() == {f"{tmp_path / 'none.yaml'}", "trainer.steps"}  # what a base may hold is not called missing
+    assert "no such file" in alone[f"{tmp_path / 'none.yaml'}"]
     nowhere = write(tmp_path, "model: {path: /nowhere}\nenvs: [{name: a, kind: b}]\n")
     assert problems(nowhere) == {"model.path": "/nowhere: no such file or folder"}
     assert problems(nowhere, f"model.path={tmp_path}") == {"model.path": f"{tmp_path}: no config.json in it"}
