@@ -129,7 +129,10 @@ def tell(run: RunDir, state: State, command: str = "prl.rl") -> None:
     else:
         reason = (run.read_status("orchestrator") or {}).get("reason", state.cause)
         say(f"saved before the run was done: {reason}")
-    say(f"continue with: python -m {command} --resume {run.root}")
+    if state.code == CONFIG:  # the stored configuration is wrong; going on without a change would end the same way
+        say(f"mend it with: python -m {command} --resume {run.root} KEY=VALUE")
+    else:
+        say(f"continue with: python -m {command} --resume {run.root}")
 
 
 def report(run: RunDir) -> None:

@@ -202,8 +202,12 @@ def test_neither_lr_0_nor_shuffled_rewards_gain_anything(job: Callable[..., Job]
 
 
 def test_what_only_a_role_can_find_wrong_with_a_configuration_ends_with_2(job: Callable[..., Job]) -> None:
-    said = job("envs=[{name: letters, kind: 'letters:Latters'}]").start().end(2)
+    one = job("envs=[{name: letters, kind: 'letters:Latters'}]").start()
+    said = one.end(2)
     assert "env letters: kind 'letters:Latters': cannot be imported" in said and "Traceback" not in said
+    assert f"mend it with: python -m prl.rl --resume {one.run.root} KEY=VALUE" in said
+    said = job("envs=[{name: words, kind: reasoning_gym, options: {dataset: spel_backward}}]", name="b").start().end(2)
+    assert "did you mean 'spell_backward'" in said and "Traceback" not in said
 
 
 def test_kill_9_of_each_process_then_resume(job: Callable[..., Job]) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Awaitable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from prl.config.named import SetupError
 from prl.config.schema import Env as EnvConfig
 
 Split = Literal["train", "held_out", "worked"]
@@ -16,7 +17,7 @@ UNBOUNDED = 1 << 31
 """The size of a source that generates tasks without end."""
 
 
-class TaskError(ValueError):
+class TaskError(SetupError):
     """A task that cannot be made: names the environment, the option to change, and what was found."""
 
 

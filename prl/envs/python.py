@@ -13,6 +13,7 @@ from typing import Any
 
 from pydantic import Field
 
+from prl.config.named import SetupError
 from prl.config.schema import Env as EnvConfig
 from prl.config.schema import PositiveFloat, PositiveInt
 from prl.envs import sandbox
@@ -44,7 +45,10 @@ class Python(ReasoningGym):
         self.mode, self.slots = config.sandbox, asyncio.Semaphore(o.at_once)
         self.limits = sandbox.Limits(o.time_s, o.memory_mb << 20, o.processes, o.file_mb << 20, 4 * o.output_characters)
         self.call = re.compile(re.escape(o.opening) + "(.*?)" + re.escape(o.closing) + r"\s*$", re.DOTALL)
-        sandbox.require(self.mode)
+        try:
+            sandbox.require(self.mode)
+        except sandbox.SandboxUnavailable as error:
+            raise SetupError(f"env {self.name}: {error}") from error
 
     def step(self, state: Any, completion: str) -> Turn:
         if (call := self.call.search(completion)) is None:

@@ -8,12 +8,14 @@ are kept as they are found.
 
 from __future__ import annotations
 
+import difflib
 import itertools
 import struct
 from typing import Any, Literal
 
 import reasoning_gym
 import xxhash
+from reasoning_gym.factory import DATASETS
 
 from prl.config.schema import Env as EnvConfig
 from prl.config.schema import Fraction, Section
@@ -53,6 +55,10 @@ class ReasoningGym(SingleTurn):
             raise TaskError(f"env {self.name}: held_out {o.held_out:g} and worked {o.worked:g} leave nothing to train on")
         if o.dataset in EAGER and "size" not in o.dataset_options:
             raise TaskError(f"env {self.name}: {o.dataset} makes all its items at once; set dataset_options.size, such as 1000")
+        if o.dataset not in DATASETS:
+            near = difflib.get_close_matches(o.dataset, DATASETS, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"one of {', '.join(sorted(DATASETS))}"
+            raise TaskError(f"env {self.name}: reasoning-gym has no dataset {o.dataset!r}; {hint}")
         try:
             self.dataset = reasoning_gym.create_dataset(o.dataset, **{"seed": seed, "size": UNBOUNDED} | o.dataset_options)
         except Exception as error:  # the library's checks are assertions

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from prl.config.named import SetupError
 from prl.config.schema import Env as EnvConfig
 from prl.envs.base import UNBOUNDED, Env, TaskError
 from prl.envs.reasoning_gym import ReasoningGym
@@ -94,7 +95,8 @@ def test_the_datasets_own_score() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dataset": "spell_backwards"}, "reasoning-gym dataset 'spell_backwards'"),
+        ({"dataset": "spell_backwards"}, "no dataset 'spell_backwards'; did you mean 'spell_backward'"),
+        ({"dataset": "qqq"}, "no dataset 'qqq'; one of .*, zebra_puzzles"),
         ({"dataset_options": {"min_word_len": 9, "max_word_len": 4}}, "reasoning-gym dataset 'spell_backward'"),
         ({"prompt": "{wrod}>"}, r"template needs 'wrod'; spell_backward offers answer, .*word"),
         ({"promt": "x"}, "env words: options: promt: Extra inputs"),
@@ -104,7 +106,7 @@ def test_the_datasets_own_score() -> None:
     ],
 )
 def test_wrong_options_are_named(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(SetupError, match=message):
         env_of(**options).task(0, "train")
 
 

@@ -120,11 +120,11 @@ def test_python_refuses_to_start_without_namespaces_unless_told() -> None:
     code = """
 open("/proc/sys/user/max_user_namespaces", "w").write("0")
 from tests.envs.test_tools import env_of
-from prl.envs.sandbox import SandboxUnavailable
+from prl.config.named import SetupError
 env_of("python", sandbox="none")
 try:
     env_of("python")
-except SandboxUnavailable as error:
+except SetupError as error:
     print("refused:", error)
 """
     done = subprocess.run(
@@ -134,4 +134,4 @@ except SandboxUnavailable as error:
         timeout=60,
         cwd=Path(__file__).parents[2],
     )
-    assert done.stdout.startswith("refused: sandbox: unshare()"), done.stderr
+    assert done.stdout.startswith("refused: env tool: sandbox: unshare()"), done.stderr
