@@ -149,7 +149,7 @@ class View:
         waiting = "; ".join(f"{role} waits for {what}" for role, _, what, _, _ in self.waits(now) if what)
         left = self.left_s(now)
         parts = [self.title(), step, facts, waiting, f"{duration(left)} left" if left is not None else ""]
-        return f"[{duration(now - (self.history.first_t or now))}] " + " | ".join(p for p in parts if p)
+        return f"[{duration(self.history.elapsed(now) or 0.0)}] " + " | ".join(p for p in parts if p)
 
     def panel(self, now: float) -> Group:
         """The redrawn display."""
@@ -160,7 +160,7 @@ class View:
             Text(f"{self.config.run.name}: {self.title()}", style="bold"),
             ProgressBar(total=planned or None, completed=done, width=28, pulse=not planned),
             f"step {done}/{planned}" if planned else f"step {done}",
-            f"{duration(now - (self.history.first_t or now))} gone",
+            f"{duration(self.history.elapsed(now) or 0.0)} gone",
             Text(f"{duration(left)} left" if left is not None else "", style="cyan"),
         )
         facts = Table.grid(padding=(0, 2))

@@ -92,7 +92,9 @@ class History:
         self.waited: dict[str, Counter[str]] = defaultdict(Counter)
         """Seconds by role and by what it waited for, numbers in it left out."""
         self.began: dict[str, float] = {}
-        """First sign of each stage."""
+        """First sign of each stage, moved by `idle_s` since."""
+        self.idle_s = 0.0
+        """Between a life of the run and the next."""
         self.first_t: float | None = None
         self.last_t: float | None = None
         for record in records:
@@ -103,6 +105,10 @@ class History:
         t, kind, role, step = r.get("t"), r.get("kind"), str(r.setdefault("role", "")), r.get("step")
         if not isinstance(t, int | float):
             return
+        if kind == "event" and r.get("name") == "resume" and role == "supervisor" and self.last_t is not None:
+            idle = max(0.0, t - self.last_t)
+            self.idle_s += idle
+            self.began = {stage: began + idle for stage, began in self.began.items()}
         self.first_t = min(t, self.first_t if self.first_t is not None else t)
         self.last_t = max(t, self.last_t or t)
         if role != "supervisor":
@@ -137,6 +143,11 @@ class History:
         self.evals["rl"] = [e for e in self.evals["rl"] if e.get("step", 0) <= step]
         for later in [s for s in self.samples if s > step]:
             del self.samples[later]
+
+    def elapsed(self, now: float | None = None) -> float | None:
+        """Seconds that the run has run, until the last record or `now`; None before the first record."""
+        end = self.last_t if now is None else now
+        return end - self.first_t - self.idle_s if end is not None and self.first_t is not None else None
 
     def series(self, name: str, key: str) -> tuple[list[int], list[Any]]:
         """Steps and values of `key`, where it has one; `key` may reach into mappings: "mismatch.p99"."""

@@ -64,6 +64,19 @@ def test_a_resume_voids_the_steps_after_it() -> None:
     assert [e["step"] for e in history.evals["rl"]] == [2]
 
 
+def test_the_time_between_two_lives_is_not_of_the_run() -> None:
+    def at(t: float, kind: str, role: str, **values: object) -> dict[str, object]:
+        return {"t": t, "kind": kind, "role": role, **values}
+
+    history = History([at(10, "event", "supervisor", name="start"), at(12, "step", "trainer", step=1)])
+    assert history.elapsed() == 2 and history.elapsed(now=15) == 5
+    history.add(at(1012, "event", "supervisor", name="resume"))
+    history.add(at(1013, "event", "trainer", name="resume", step=1))
+    history.add(at(1015, "step", "trainer", step=2))
+    assert history.elapsed() == 5 and history.elapsed(now=1016) == 6 and history.began["rl"] == 1012
+    assert History().elapsed(now=1) is None
+
+
 def test_an_evaluation_that_was_cut_is_counted_and_never_a_value() -> None:
     cut = {"t": 1, "role": "orchestrator", "kind": "eval", "step": 1, "sampled": 0.9, "complete": False}
     history = History([cut])
