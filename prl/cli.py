@@ -19,10 +19,9 @@ COMMANDS = {
 }
 HELP = """Asynchronous reinforcement learning of Mixture-of-Experts language models.
 
+\b
 Examples:
-
   prl rl configs/demo.yaml trainer.optim.lr=1e-4
-
   prl report outputs/demo --audit
 """
 

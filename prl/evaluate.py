@@ -28,12 +28,10 @@ SOURCE is the folder of a run or a configuration file; its environments, samplin
 
 Exit code 1 if the evaluation was cut at evaluation.timeout_s: its numbers then are none.
 
+\b
 Examples:
-
   python -m prl.evaluate outputs/demo
-
   python -m prl.evaluate outputs/demo --model outputs/demo/sft/model --json -
-
   python -m prl.evaluate configs/demo.yaml --model outputs/demo/control/model evaluation.tasks=1024
 """
 

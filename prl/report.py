@@ -18,12 +18,10 @@ HELP = """Write RUN/report.html and RUN/summary.json from what a run has recorde
 With --audit: check from the ledgers, checkpoints and versions that every rollout was trained at most once and that every task
 up to the frontier has its one fate; exit code 1 if a rule is broken.
 
+\b
 Examples:
-
   python -m prl.report outputs/demo
-
   python -m prl.report outputs/demo --audit
-
   python -m prl.report outputs/demo --measurements bench/results/pipeline.json
 """
 

@@ -28,12 +28,10 @@ HELP = """Train a model by asynchronous reinforcement learning, as the configura
 A run lives in the folder run.dir/run.name: configuration, metrics, checkpoints, logs and report. Ctrl-C saves and ends it,
 a second Ctrl-C ends it at once; both can be resumed. Exit codes: 0 done, 2 configuration, 75 saved and resumable, 1 failed.
 
+\b
 Examples:
-
   python -m prl.rl configs/demo.yaml
-
   python -m prl.rl configs/demo.yaml run.name=fast trainer.optim.lr=1e-4 --dry-run
-
   python -m prl.rl --resume outputs/demo
 """
 

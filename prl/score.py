@@ -239,14 +239,13 @@ HELP = """The logprob of every token under a model folder, as JSON lines on stdo
 every MoE layer, [token][layer][K], row t of the forward that scores token t + 1. No tokenizer file is needed. With --against
 a table on stderr says how the two differ.
 
+\b
 Examples:
-
   python -m prl.score outputs/run/sft/model --tokens tokens.jsonl --routes > scores.jsonl
-
   python -m prl.score outputs/run/sft/model --tokens tokens.jsonl --against embedded
 """
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None)
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
 @app.command(help=HELP)

@@ -21,16 +21,14 @@ HELP = """Serve a model over HTTP with vLLM's routes, until Ctrl-C.
 SOURCE is a model folder (config.json, safetensors) or a configuration file, whose `inference` section then counts. The address
 is printed, and the file with the secret that every request but /health must carry as `Authorization: Bearer <secret>`.
 
+\b
 Examples:
-
   python -m prl.serve outputs/run/sft/model --port 8000
-
   python -m prl.serve configs/demo.yaml inference.max_batch=32
-
   curl -H "Authorization: Bearer $(cat outputs/serve/secret)" 127.0.0.1:8000/inference/v1/generate -d '{"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 8, "seed": 0, "logprobs": 0}}'
 """  # noqa: E501
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None)
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
 @app.command(help=HELP)

@@ -19,12 +19,10 @@ HELP = """Train a model on the worked answers of the configuration's environment
 The model is written to run.dir/run.name/sft/model, an ordinary Hugging Face folder; `python -m prl.rl --resume` goes on from
 it with RL. Ctrl-C saves and ends it. Exit codes: 0 done, 2 configuration, 75 saved and resumable, 1 failed.
 
+\b
 Examples:
-
   python -m prl.sft configs/demo.yaml
-
   python -m prl.sft configs/demo.yaml run.name=longer sft.steps=2000 sft.stop_at=null
-
   python -m prl.sft --resume outputs/longer
 """
 

@@ -22,12 +22,10 @@ HELP = """Measure things against each other in one run on this machine.
 Exit codes: 0 every goal was met, 1 one was missed or a run failed, 2 wrong usage, 3 goals were not judged because other work
 uses the machine (the figures are printed all the same). docs/bench.md says what each figure is.
 
+\b
 Examples:
-
   python -m prl.bench pipeline
-
   python -m prl.bench pipeline --json - | jq '.rows[] | select(.goal)'
-
   python -m prl.bench pipeline sft=null model.architecture=null model.path=outputs/demo-0/sft/model
 """
 

@@ -360,9 +360,13 @@ def test_a_read_only_folder_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_help_with_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert importlib.import_module(f"prl.{command}").main(["--help"]) == 0
+    module = importlib.import_module(f"prl.{'bench.__main__' if command == 'bench' else command}")
+    assert module.main(["--help"]) == 0
     text = capsys.readouterr().out
     assert "Usage:" in text and f"python -m prl.{command} " in text.split("Example", 1)[1]
+    assert module.HELP.partition("Examples:")[2].strip() in text.replace("\n  ", "\n"), (
+        "an example that is wrapped cannot be copied"
+    )
 
 
 def test_the_command_line(start, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
