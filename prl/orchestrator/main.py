@@ -322,7 +322,11 @@ class Orchestrator:
             log.info("rollout %s: %s: %s", rollout.id, rollout.outcome, rollout.error)
         self.rollouts.pop(work.id, None)
         self.tally.add(rollout)
-        self.scheduler.finished(rollout)
+        try:
+            self.scheduler.finished(rollout)
+        except Exception as e:  # nobody awaits this task, and an advantage may be a user's function
+            self._fail(e)
+            return
         self._progress()
 
     def _task(self, place: Place) -> Task:

@@ -38,6 +38,7 @@ RETRIED = ("environment_error", "timed_out")
 """Outcomes tried again with new noise, `env.retries` times."""
 ENGINE_TRIES = 4
 """Dispatches of a member whose engine failed, or had weights of an abandoned lineage, until it counts as failed."""
+FLOAT32_MAX = float(np.finfo(np.float32).max)
 AHEAD = 2
 """Batches cut and not trained yet: the one that trains and the one fetched ahead of need."""
 
@@ -484,30 +485,39 @@ class Scheduler:
         group = self.groups[ordinal]
         if not all(m.done for m in group.members.values()):
             return
-        del self.groups[ordinal]
         survivors = {i: m.rollout for i, m in group.members.items() if m.rollout is not None}
+        rollouts = list(survivors.values())
+        rewards = [r.reward for r in rollouts]
+        failed = len(group.members) - len(survivors) > self.rules.max_failed_fraction * len(group.members) or not rollouts
+        level = not failed and min(rewards) == max(rewards)
+        # Before anything changes: it may raise, and a state saved afterwards must have the group.
+        given = [] if failed or level else self._judged(rollouts)
+        del self.groups[ordinal]
         for index, member in group.members.items():
             if member.failure:
                 self.fates.append(
                     Fate("stale" if member.failure == "stale" else "failed", ordinal, ((index, member.id),), member.failure)
                 )
-        rollouts = list(survivors.values())
-        if len(group.members) - len(survivors) > self.rules.max_failed_fraction * len(group.members) or not rollouts:
+        if failed:
             return self._discard("failed", "group_failed", group, survivors)
-        rewards = [r.reward for r in rollouts]
         self._observe(group.place, float(np.mean(rewards)))
-        if min(rewards) == max(rewards):
+        if level:
             reason = "solved" if rewards[0] >= 1 else "unsolved" if rewards[0] <= 0 else "no_signal"
             return self._discard("filtered", reason, group, survivors)
-        for rollout, advantage in zip(rollouts, self._advantages(rollouts), strict=True):
-            if not np.isfinite(advantage):
-                raise ValueError(
-                    f"advantage of rollout {rollout.id}: {advantage}, expected a finite number (rewards {rewards}); "
-                    "see orchestrator.advantage"
-                )
-            give_advantage(rollout, float(advantage))
-        for index, rollout in survivors.items():
+        for (index, rollout), advantage in zip(survivors.items(), given, strict=True):
+            give_advantage(rollout, advantage)
             self._enqueue(ordinal, index, group.place, rollout)
+
+    def _judged(self, rollouts: list[Rollout]) -> list[float]:
+        """The advantages of a group's survivors; ValueError for one that the record's float32 cannot hold."""
+        given = [float(a) for a in self._advantages(rollouts)]
+        for rollout, advantage in zip(rollouts, given, strict=True):
+            if not abs(advantage) <= FLOAT32_MAX:
+                raise ValueError(
+                    f"advantage of rollout {rollout.id}: {advantage}, expected a finite float32 "
+                    f"(rewards {[r.reward for r in rollouts]}); see orchestrator.advantage"
+                )
+        return given
 
     def _discard(self, fate: str, reason: str, group: Group, survivors: dict[int, Rollout]) -> None:
         for rollout in survivors.values():

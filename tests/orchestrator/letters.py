@@ -65,6 +65,13 @@ class Slow(Letters):
         return Turn(self.score(state, completion))
 
 
+class Signed(Letters):
+    """Rewards below zero, which not every advantage takes."""
+
+    def score(self, task: Task, completion: str) -> float:
+        return float(task.data["letter"] in completion) - 2
+
+
 class Never(Letters):
     def score(self, task: Task, completion: str) -> float:
         return 0.0

@@ -185,9 +185,13 @@ class Orchestrator(threading.Thread):
         super().__init__(daemon=True)
         self.run_dir, self.config, self.stop = run, config, threading.Event()
         self.code: int | None = None
+        self.raised: Exception | None = None
 
     def run(self) -> None:
-        self.code = orchestrator.main(self.run_dir, self.config, 0, self.stop)
+        try:
+            self.code = orchestrator.main(self.run_dir, self.config, 0, self.stop)
+        except Exception as e:
+            self.raised = e
 
 
 class Process:

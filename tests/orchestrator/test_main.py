@@ -70,6 +70,14 @@ def test_environments_that_raise_hang_and_lie_become_counted_outcomes(tmp_path: 
     assert final["failed"] == sum(n for o, n in final["outcomes"].items() if o not in ("finished", "truncated")) > 0
 
 
+def test_an_advantage_that_raises_ends_the_run_at_once_with_its_reason(tmp_path: Path) -> None:
+    c = config(tmp_path, env="Signed", orchestrator={"advantage": {"kind": "max_rl"}}, launch={"wait_timeout_s": 60})
+    with running(c) as (run, orchestrator, _):
+        finish(orchestrator, timeout_s=20)
+    assert isinstance(orchestrator.raised, ValueError) and "max_rl" in str(orchestrator.raised)
+    assert audit(run).ok
+
+
 @pytest.mark.parametrize("env, when_learned, code", [("Never", "stop", 75), ("Always", "stop", 0), ("Always", "save", 75)])
 def test_a_run_without_signal_ends_with_its_reason(tmp_path: Path, env: str, when_learned: str, code: int) -> None:
     c = config(tmp_path, env=env, orchestrator={"when_learned": when_learned, "max_refills": 2})

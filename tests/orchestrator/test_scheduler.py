@@ -231,6 +231,17 @@ def test_survivors_of_a_group_train_with_their_own_baseline_up_to_the_failed_fra
     world.run_to_end()
 
 
+@pytest.mark.parametrize("reward", [1e39, 1e307])
+def test_a_group_whose_advantages_cannot_be_had_keeps_its_place(reward: float) -> None:
+    world = World(Rules(batch_size=4, group_size=4, steps=2))
+    works = [w for w in world.dispatch() if w.ordinal == 0]
+    for work in works[:-1]:
+        world.finish(work.id, reward)
+    with pytest.raises(ValueError, match="expected a finite float32"):
+        world.finish(works[-1].id, -reward)
+    world.check()
+
+
 def test_an_environment_error_is_tried_again_with_new_noise_an_engine_error_with_the_same() -> None:
     world = World(Rules(batch_size=2, group_size=2, steps=1, lead=0, retries=(1, 1)))
     first = {w.index: w for w in world.dispatch()}
