@@ -94,6 +94,19 @@ class Env(ABC):
         """Answer a completion (stop texts included, the end-of-text token not)."""
 
 
+def make_task(env: Env, ordinal: int, split: Split) -> Task:
+    """`env.task`; TaskError for whatever it raises, and for what is no task."""
+    try:
+        task = env.task(ordinal, split)
+    except TaskError:
+        raise
+    except Exception as e:
+        raise TaskError(f"env {env.name}, task {ordinal} of {split}: {type(e).__name__}: {e}") from e
+    if not (isinstance(task, Task) and isinstance(task.id, str) and isinstance(task.prompt, str)):
+        raise TaskError(f"env {env.name}, task {ordinal} of {split}: got {task!r:.200}, expected a Task, id and prompt texts")
+    return task
+
+
 class SingleTurn(Env):
     """One completion, one score."""
 

@@ -22,12 +22,14 @@ import numpy as np
 import xxhash
 
 from prl.config.schema import Sampling
-from prl.envs.base import Env, Task, Turn
+from prl.envs.base import Env, Fork, Task, Turn
 from prl.inference.api import EngineError, GenerateRequest, Generation
 from prl.samples import Rollout, Sample, concatenate
 from prl.tokenizer import Tokenizer, TokenizerError
 
 Generate = Callable[[GenerateRequest], Awaitable[Generation]]
+TOLD = 2000
+"""Characters kept of the text of what an environment raised."""
 MAX_STUCK, STUCK_S = 64, 10.0
 """Threads that may still run this long after their call was given up; Python cannot end a thread, so more end the run."""
 
@@ -169,7 +171,7 @@ class _EnvCalls:
             except Exception as error:
                 if limit.expired():
                     raise _Failed("timed_out", f"{function.__qualname__} within {self.left:g} s of environment time") from error
-                raise _Failed("environment_error", f"{function.__qualname__}: {type(error).__name__}: {error}") from error
+                raise _Failed("environment_error", f"{function.__qualname__}: {_told(error)}") from error
             finally:
                 self.used += time.monotonic() - start
 
@@ -224,17 +226,40 @@ async def _in_thread(env: str, function: Callable[..., Any], *args: Any) -> Any:
         return result
     if isinstance(error, Exception) and not isinstance(error, StopIteration):
         raise error
-    raise RuntimeError(f"{type(error).__name__}: {error}") from error  # what no coroutine may raise
+    raise RuntimeError(_told(error)) from error  # what no coroutine may raise
+
+
+def _told(error: BaseException) -> str:
+    """Type and text of what an environment raised, whose text may be long or raise itself."""
+    try:
+        text = str(error)
+    except Exception as another:
+        text = f"its text cannot be had ({type(another).__name__})"
+    return f"{type(error).__name__}: {text[:TOLD]}"
 
 
 def _checked(turn: Any) -> Turn:
     if not isinstance(turn, Turn) or not isinstance(turn.text, str):
         raise _Failed("environment_error", f"step returned {turn!r:.200}, expected a Turn with a text")
-    for name, value in {"reward": turn.reward, **turn.metrics}.items():
-        if not isinstance(value, Real) or not math.isfinite(value):
-            outcome = "bad_reward" if name == "reward" else "environment_error"
-            raise _Failed(outcome, f"{name} {value!r:.200} of type {type(value).__name__}, expected a finite number")
+    if not isinstance(turn.metrics, dict) or not isinstance(turn.fork, Fork | None):
+        raise _Failed("environment_error", f"step returned {turn!r:.200}, expected metrics in a dict, and a Fork or None")
+    if not _finite(turn.reward):
+        raise _Failed("bad_reward", f"reward {_shown(turn.reward)}, expected a finite number")
+    for name, value in turn.metrics.items():
+        if not _finite(value):
+            raise _Failed("environment_error", f"metric {name!r:.100} {_shown(value)}, expected a finite number")
     return turn
+
+
+def _finite(value: Any) -> bool:
+    try:
+        return isinstance(value, Real) and math.isfinite(value)
+    except OverflowError:  # an integer that no float holds
+        return False
+
+
+def _shown(value: Any) -> str:
+    return f"{value!r:.200} of type {type(value).__name__}"
 
 
 async def run_rollout(
@@ -275,7 +300,9 @@ async def run_rollout(
         branches = await _converse(env, task, generate, tokenizer, sampling, rollout, calls, seed, priority)
         rollout.samples = [b.sample() for b in branches if b.generations]
     except _Failed as failure:
-        rollout.outcome, rollout.error = failure.outcome, f"env {env.name}, task {task.id}: {failure}"
+        text = f"env {env.name}, task {task.id}: {failure}"
+        # A lone surrogate cannot be written down.
+        rollout.outcome, rollout.error = failure.outcome, text.encode(errors="backslashreplace").decode()
     except EngineError as error:
         rollout.outcome, rollout.error = "engine_error", str(error)
     rollout.timings |= {"environment": calls.used, "total": time.monotonic() - start}

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from prl.config.schema import Sampling
-from prl.envs.base import Env
+from prl.envs.base import Env, TaskError, make_task
 from prl.envs.runner import run_rollout
 from prl.inference.api import GenerateRequest, Generation
 from prl.orchestrator.curriculum import Place
@@ -93,9 +93,14 @@ async def evaluate(
         async with slots:
             for attempt in range(env.config.retries + 1):
                 name = f"eval-v{version}-{mode}-{number}-{attempt}"
+                try:
+                    task = make_task(env, task_index, "held_out")
+                except TaskError as e:
+                    rollout = Rollout(name, env.name, "", number, 0, attempt, outcome="environment_error", error=str(e))
+                    continue
                 rollout = await run_rollout(
                     env,
-                    env.task(task_index, "held_out"),
+                    task,
                     generate,
                     tokenizer,
                     drawn,

@@ -16,7 +16,7 @@ from typing import Any
 import uvloop
 
 from prl.config.schema import RunConfig
-from prl.envs.base import Env, Task, TaskError
+from prl.envs.base import Env, Task, TaskError, make_task
 from prl.envs.registry import make
 from prl.envs.runner import EnvironmentStuck, run_rollout
 from prl.inference.api import EngineError, GenerateRequest, Generation
@@ -330,13 +330,7 @@ class Orchestrator:
         self._progress()
 
     def _task(self, place: Place) -> Task:
-        env = self.envs[place[0]]
-        try:
-            return env.task(place[1], "train")
-        except TaskError:
-            raise
-        except Exception as e:
-            raise TaskError(f"env {env.name}, task {place[1]}: {type(e).__name__}: {e}") from e
+        return make_task(self.envs[place[0]], place[1], "train")
 
     # -- batches -------------------------------------------------------------------------------------------------------
 

@@ -174,11 +174,13 @@ async def test_a_fork_that_keeps_an_open_row_recaptures_it() -> None:
     assert (done.samples[1].routes[:-1] == route_rows(done.samples[1].tokens, 0, len(done.samples[1]) - 1)).all()
 
 
-@pytest.mark.parametrize("reward", [math.nan, math.inf, None, "1", [1.0], 1j, np.array([1.0])])
+@pytest.mark.parametrize("reward", [math.nan, math.inf, 10**400, None, "1", [1.0], 1j, np.array([1.0])])
 async def test_a_reward_that_is_no_finite_number_is_named_and_never_a_zero(reward: Any) -> None:
     done = await rollout(Scripted(Turn(reward=reward)), Engine("a$"))
     assert done.outcome == "bad_reward" and done.samples == []
     assert "env scripted, task t7: reward" in done.error
+    masked = await rollout(Scripted(Turn(reward=reward, metrics={"reward": 1.0})), Engine("a$"))
+    assert masked.outcome == "bad_reward", "a metric of that name does not vouch for it"
 
 
 @pytest.mark.parametrize("reward", [1, True, np.float32(1), np.int64(1)])
@@ -198,6 +200,10 @@ async def test_numbers_of_other_types_are_rewards(reward: Any) -> None:
         "boom",
         Turn(text=b"boom"),
         Turn(metrics={"boom": None}),
+        Turn(metrics=["boom"]),
+        Turn(text="a", done=False, fork="boom"),
+        Turn(metrics={"boom": 10**400}),
+        ValueError("boom \ud800"),
     ],
 )  # type: ignore[arg-type]
 async def test_an_environment_that_raises_or_answers_nonsense(turn: Any, inline: bool) -> None:
@@ -206,6 +212,21 @@ async def test_an_environment_that_raises_or_answers_nonsense(turn: Any, inline:
     done = await rollout(env, Engine("a$"))
     assert done.outcome == "environment_error" and done.samples == []
     assert ("boom" in done.error) == (turn is not None)
+    done.error.encode()
+
+
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+@pytest.mark.parametrize("inline", [True, False])
+async def test_an_error_whose_text_is_long_or_missing_is_named_shortly(inline: bool) -> None:
+    for error in (Mute(), ValueError("x" * 10_000_000)):
+        env = Scripted(error)
+        env.inline = inline
+        done = await rollout(env, Engine("a$"))
+        assert done.outcome == "environment_error" and type(error).__name__ in done.error and len(done.error) < 5000
 
 
 @pytest.mark.parametrize("leave", [SystemExit("boom"), KeyboardInterrupt("boom")])

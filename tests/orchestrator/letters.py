@@ -72,6 +72,15 @@ class Signed(Letters):
         return float(task.data["letter"] in completion) - 2
 
 
+class Untold(Letters):
+    """Some held-out tasks cannot be made."""
+
+    def task(self, ordinal: int, split: Split) -> Task:
+        if split == "held_out" and ordinal % 4 == 0:
+            raise KeyError("no such task")
+        return super().task(ordinal, split)
+
+
 class Never(Letters):
     def score(self, task: Task, completion: str) -> float:
         return 0.0

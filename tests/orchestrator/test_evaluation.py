@@ -31,7 +31,7 @@ from prl.orchestrator.rounds import RoundClient
 from prl.orchestrator.sft import Local
 from prl.tokenizer import of_run
 from prl.transport.run_dir import RunDir
-from tests.orchestrator.letters import Faulty, Letters
+from tests.orchestrator.letters import Faulty, Letters, Untold
 from tests.orchestrator.rig import ARCHITECTURE, config
 
 SAMPLING = Sampling(max_tokens=6, max_length=24, temperature=0.7)
@@ -132,6 +132,12 @@ def test_failed_rollouts_are_neither_zeros_nor_silent(tmp_path: Path) -> None:
     judged = result.outcomes["finished"] + result.outcomes.get("truncated", 0)
     assert result.complete and result.failed == 24 - judged > 0 and result.sampled is not None
     assert result.sampled * judged == pytest.approx(round(result.sampled * judged)), "a share of the judged ones"
+
+
+def test_a_task_that_cannot_be_made_is_a_failed_rollout(tmp_path: Path) -> None:
+    local = Local(engine())
+    (result,) = asyncio.run(local.run([evaluated([env(Untold)], local.generate, config(tmp_path))]))
+    assert result.complete and result.failed == result.outcomes["environment_error"] == 12, "a quarter of 24, in both modes"
 
 
 def test_the_command_and_the_control_write_their_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
