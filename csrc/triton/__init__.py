@@ -1,1 +1,6 @@
-"""Triton kernels, importable as `prl_triton`: one module per op, under the op's name in `prl.kernels`."""
+"""Triton kernels, importable as `prl_triton`. OPS: op of `prl.kernels` → its launcher."""
+
+from collections.abc import Callable
+from typing import Any
+
+OPS: dict[str, Callable[..., Any]] = {}

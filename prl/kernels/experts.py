@@ -1,78 +1,84 @@
-"""The routed experts: two grouped GEMMs with SwiGLU between them (arXiv 2002.05202), over rows sorted by expert.
+"""The routed experts of a layer: permute, gate and up, SwiGLU, down, combine; in the tokens' type or in block-scaled FP8.
 
-Legend: R rows, D hidden width, I inner width, E experts.
-The reference goes expert by expert, so that what lies between the GEMMs stays in the processor's cache.
+Legend: T tokens, K experts per token, R rows, D hidden width, E experts, I inner width, J = 2I.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from prl.kernels.registry import choose, implements
-from prl.kernels.swiglu import swiglu_backward
+from prl.kernels import checks
+from prl.kernels.grouped_gemm import grouped_gemm, grouped_gemm_fp8, grouped_gemm_weight_fp8
+from prl.kernels.numerics import BLOCK
+from prl.kernels.permute import combine, permute, permute_quantise, sort_rows
+from prl.kernels.quantise import quantise_blocks, transpose_codes
+from prl.kernels.swiglu import swiglu, swiglu_backward_quantise, swiglu_quantise
+
+Precision = Literal["bf16", "fp8"]
 
 
-def experts(rows_RD: Tensor, gate_up_EJD: Tensor, down_EDI: Tensor, counts: Sequence[int]) -> Tensor:
-    """[R, D]: rows of expert e (`counts[e]` of them, in order) through that expert; J = 2I, the gate's rows first.
+def experts(
+    x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, gate_up_EJD: Tensor, down_EDI: Tensor, *, precision: Precision = "bf16"
+) -> Tensor:
+    """[T, D]: Σ_k weights[t, k] · expert ids[t, k] of x[t], in x's type; the gate's rows of `gate_up_EJD` come first.
 
-    GEMMs and SwiGLU are in the rows' type.
+    An id of −1 adds nothing. `bf16` computes in x's type, whatever it is; `fp8` quantises tokens, activations and gradients
+    (x is bfloat16 or float32, the weights any of these: their gradient is float32 before it is cast). Differentiable.
     """
-    if sum(counts) != len(rows_RD) or len(counts) != len(gate_up_EJD):
-        raise ValueError(f"experts: counts {list(counts)} for {len(rows_RD)} rows and {len(gate_up_EJD)} experts")
-    return choose("experts")(rows_RD, gate_up_EJD, down_EDI, counts)
+    e, j, d = gate_up_EJD.shape
+    checks.tensor("experts", "ids_TK", ids_TK, [len(x_TD), None], [torch.int64])
+    checks.tensor("experts", "down_EDI", down_EDI, [e, d, j // 2], [gate_up_EJD.dtype])
+    if precision == "fp8":
+        return _ExpertsFP8.apply(x_TD, ids_TK, weights_TK, gate_up_EJD, down_EDI)
+    source_R, position_TK, starts_E1, counts_E = sort_rows(ids_TK, e)
+    rows_RD = permute(x_TD, source_R, position_TK)
+    act_RI = swiglu(grouped_gemm(rows_RD, gate_up_EJD, starts_E1, counts_E))
+    return combine(grouped_gemm(act_RI, down_EDI, starts_E1, counts_E), weights_TK, source_R, position_TK)
 
 
-def _forward(rows_RD: Tensor, gate_up_EJD: Tensor, down_EDI: Tensor, counts: Sequence[int], inner_RJ: Tensor | None) -> Tensor:
-    """Fills `inner_RJ`, the gate and up projections, where backward needs them."""
-    out_RD = torch.empty_like(rows_RD)
-    sizes = list(counts)
-    inners = [None] * len(sizes) if inner_RJ is None else inner_RJ.split(sizes)
-    weights = zip(gate_up_EJD.transpose(1, 2).unbind(0), down_EDI.transpose(1, 2).unbind(0), strict=True)
-    parts = zip(weights, rows_RD.split(sizes), inners, out_RD.split(sizes), strict=True)
-    for (gate_up_DJ, down_ID), rows, inner, out in parts:
-        if len(rows):
-            gate, up = torch.mm(rows, gate_up_DJ, out=inner).chunk(2, dim=-1)
-            torch.mm(F.silu(gate).mul_(up), down_ID, out=out)
-    return out_RD
-
-
-class _Experts(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows_RD: Tensor, gate_up_EJD: Tensor, down_EDI: Tensor, counts: Sequence[int]) -> Tensor:
-        inner_RJ = rows_RD.new_empty(len(rows_RD), gate_up_EJD.shape[1])
-        ctx.save_for_backward(rows_RD, gate_up_EJD, down_EDI, inner_RJ)
-        ctx.counts = counts
-        return _forward(rows_RD, gate_up_EJD, down_EDI, counts, inner_RJ)
+class _ExpertsFP8(torch.autograd.Function):
+    """Keeps the tokens' FP8 codes and the gate and up projections; activations are computed again, outputs never kept."""
 
     @staticmethod
-    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
-        rows_RD, gate_up_EJD, down_EDI, inner_RJ = ctx.saved_tensors
-        d_rows = torch.empty_like(rows_RD)
-        d_gate_up = torch.zeros_like(gate_up_EJD) if ctx.needs_input_grad[1] else None
-        d_down = torch.zeros_like(down_EDI) if ctx.needs_input_grad[2] else None
-        sizes = list(ctx.counts)
-        parts = zip(*(t.split(sizes) for t in (rows_RD, inner_RJ, grad_RD, d_rows)), strict=True)
-        for e, (rows, inner, grad, d_row) in enumerate(parts):
-            if not len(rows):
-                continue
-            d_inner = torch.empty_like(inner)
-            (gate, up), (d_gate, d_up) = inner.chunk(2, dim=-1), d_inner.chunk(2, dim=-1)
-            act = swiglu_backward(gate, up, torch.mm(grad, down_EDI[e]), d_gate, d_up)
-            if d_down is not None:
-                torch.mm(grad.t(), act, out=d_down[e])
-            if d_gate_up is not None:
-                torch.mm(d_inner.t(), rows, out=d_gate_up[e])
-            torch.mm(d_inner, gate_up_EJD[e], out=d_row)
-        return d_rows, d_gate_up, d_down, None
+    def forward(ctx: Any, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, gate_up_EJD: Tensor, down_EDI: Tensor) -> Tensor:
+        source_R, position_TK, starts_E1, counts_E = sort_rows(ids_TK, len(gate_up_EJD), align=BLOCK)
+        columns = any(ctx.needs_input_grad)
+        x, x_scales, x_columns, x_column_scales = permute_quantise(x_TD, source_R, position_TK, columns=columns)
+        gate_up, down = quantise_blocks(gate_up_EJD), quantise_blocks(down_EDI)
+        gate_up_RJ = grouped_gemm_fp8(x, x_scales, *gate_up, starts_E1, counts_E, out_dtype=x_TD.dtype)
+        act, act_scales, _, _ = swiglu_quantise(gate_up_RJ, columns=False)
+        out_RD = grouped_gemm_fp8(act, act_scales, *down, starts_E1, counts_E, out_dtype=x_TD.dtype)
+        ctx.save_for_backward(
+            weights_TK, gate_up_RJ, x_columns, x_column_scales, source_R, position_TK, starts_E1, counts_E, *gate_up, *down
+        )
+        ctx.weight_dtype = gate_up_EJD.dtype
+        return combine(out_RD, weights_TK, source_R, position_TK)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, None, Tensor, Tensor, Tensor]:
+        weights_TK, gate_up_RJ, x_columns, x_column_scales, source_R, position_TK, *rest = ctx.saved_tensors
+        starts_E1, counts_E, gate_up, gate_up_scales, down, down_scales = rest
+        grad_TD = grad_TD.contiguous()
+        g, g_scales, g_columns, g_column_scales = permute_quantise(grad_TD, source_R, position_TK, columns=True)
+        groups, dtype = (starts_E1, counts_E), gate_up_RJ.dtype
+        d_act_RI = grouped_gemm_fp8(g, g_scales, *_transposed(down, down_scales), *groups, out_dtype=dtype)
+        weights_R = torch.where(source_R < 0, 0, weights_TK.flatten()[source_R.clamp(min=0)])
+        d, d_scales, d_columns, d_column_scales, act_columns, act_column_scales, d_weights_R = swiglu_backward_quantise(
+            gate_up_RJ, d_act_RI, weights_R
+        )
+        e, j, width = gate_up.shape
+        d_down_EDI = grad_TD.new_zeros(e, width, j // 2, dtype=torch.float32)
+        grouped_gemm_weight_fp8(g_columns, g_column_scales, act_columns, act_column_scales, starts_E1, counts_E, d_down_EDI)
+        d_gate_up_EJD = grad_TD.new_zeros(e, j, width, dtype=torch.float32)
+        grouped_gemm_weight_fp8(d_columns, d_column_scales, x_columns, x_column_scales, starts_E1, counts_E, d_gate_up_EJD)
+        d_x_RD = grouped_gemm_fp8(d, d_scales, *_transposed(gate_up, gate_up_scales), *groups, out_dtype=dtype)
+        d_weights_TK = torch.where(position_TK < 0, 0, d_weights_R[position_TK.clamp(min=0)])
+        d_x_TD = combine(d_x_RD, None, source_R, position_TK)
+        return d_x_TD, None, d_weights_TK, d_gate_up_EJD.to(ctx.weight_dtype), d_down_EDI.to(ctx.weight_dtype)
 
 
-@implements("experts", "reference")
-def _experts(rows_RD: Tensor, gate_up_EJD: Tensor, down_EDI: Tensor, counts: Sequence[int]) -> Tensor:
-    if torch.is_grad_enabled():
-        return _Experts.apply(rows_RD, gate_up_EJD, down_EDI, counts)
-    return _forward(rows_RD, gate_up_EJD, down_EDI, counts, None)
+def _transposed(codes_ENK: Tensor, scales_EMB: Tensor) -> tuple[Tensor, Tensor]:
+    return transpose_codes(codes_ENK), scales_EMB.transpose(1, 2).contiguous()

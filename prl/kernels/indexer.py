@@ -9,33 +9,43 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from prl.kernels.precision import wide
-from prl.kernels.registry import choose, implements
+from prl.kernels import checks
+from prl.kernels.numerics import wide
+from prl.kernels.registry import define
 
 
 def index_scores(q_BQHD: Tensor, keys_BSD: Tensor, weights_BQH: Tensor) -> Tensor:
     """[B, Q, S] in float32 or wider: Σ_h weights[h] · relu(q[h]·k)."""
-    return choose("index_scores")(q_BQHD, keys_BSD, weights_BQH)
+    keys_BSD = keys_BSD.contiguous()  # a cache is read in slices
+    floats = (torch.bfloat16, torch.float32, torch.float64)
+    checks.tensor("index_scores", "q_BQHD", q_BQHD, [None] * 4, floats)
+    b, q, h, d = q_BQHD.shape
+    checks.tensor("index_scores", "keys_BSD", keys_BSD, [b, None, d], [q_BQHD.dtype])
+    checks.tensor("index_scores", "weights_BQH", weights_BQH, [b, q, h], floats)
+    checks.same_device("index_scores", q_BQHD=q_BQHD, keys_BSD=keys_BSD, weights_BQH=weights_BQH)
+    return _scores_op(q_BQHD.detach(), keys_BSD.detach(), weights_BQH.detach())
 
 
 def index_select(scores_BQS: Tensor, mask_BQS: Tensor, top_k: int) -> Tensor:
     """bool [B, Q, S]: the `top_k` best keys of the mask (all where it has fewer), the lowest index first among equals."""
-    return choose("index_select")(scores_BQS, mask_BQS, top_k)
+    mask_BQS = mask_BQS.contiguous()  # often expanded over queries
+    checks.tensor("index_select", "scores_BQS", scores_BQS, [None] * 3, (torch.float32, torch.float64))
+    checks.tensor("index_select", "mask_BQS", mask_BQS, list(scores_BQS.shape), [torch.bool])
+    if top_k < 1:
+        checks.fail("index_select", "top_k", "at least 1", top_k)
+    checks.same_device("index_select", scores_BQS=scores_BQS, mask_BQS=mask_BQS)
+    return _select_op(scores_BQS, mask_BQS, top_k)
 
 
-@implements("index_scores", "reference")
-@torch.no_grad()
 def _scores(q_BQHD: Tensor, keys_BSD: Tensor, weights_BQH: Tensor) -> Tensor:
     dtype = wide(q_BQHD)
     dots = torch.bmm(q_BQHD.to(dtype).flatten(1, 2), keys_BSD.to(dtype).transpose(1, 2)).relu_()
     return dots.unflatten(1, q_BQHD.shape[1:3]).mul_(weights_BQH.to(dtype)[..., None]).sum(2)
 
 
-@implements("index_select", "reference")
-@torch.no_grad()
 def _select(scores_BQS: Tensor, mask_BQS: Tensor, top_k: int) -> Tensor:
     if scores_BQS.shape[-1] <= top_k:
-        return mask_BQS
+        return mask_BQS.clone()
     # The values of topk are determined even where its indices are not: fill up with the first of those equal to the last.
     scores_BQS = scores_BQS.masked_fill(~mask_BQS, -torch.inf)
     last_BQ1 = scores_BQS.topk(top_k, dim=-1).values[..., -1:]
@@ -74,3 +84,16 @@ def selection_mask(recorded_BQK: Tensor, key_positions_BS: Tensor, own_BQS: Tens
 def selection_flips(a_TAK: Tensor, b_TAK: Tensor) -> Tensor:
     """bool [T, A]: whether two recorded selections keep different keys."""
     return (a_TAK.sort(dim=-1).values != b_TAK.sort(dim=-1).values).any(-1)
+
+
+def _scores_fake(q_BQHD: Tensor, keys_BSD: Tensor, weights_BQH: Tensor) -> Tensor:
+    b, q = q_BQHD.shape[:2]
+    return q_BQHD.new_empty(b, q, keys_BSD.shape[1], dtype=wide(q_BQHD))
+
+
+def _select_fake(scores_BQS: Tensor, mask_BQS: Tensor, top_k: int) -> Tensor:
+    return torch.empty_like(mask_BQS)
+
+
+_scores_op = define("index_scores(Tensor q_BQHD, Tensor keys_BSD, Tensor weights_BQH) -> Tensor", _scores, _scores_fake)
+_select_op = define("index_select(Tensor scores_BQS, Tensor mask_BQS, int top_k) -> Tensor", _select, _select_fake)

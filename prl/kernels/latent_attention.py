@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from prl.kernels.precision import wide
-from prl.kernels.registry import choose, implements
+from prl.kernels.numerics import wide
 
 
 def latent_attention(q_BQHX: Tensor, keys_BSX: Tensor, mask_BQS: Tensor, value_width: int, scale: float) -> Tensor:
@@ -21,7 +20,7 @@ def latent_attention(q_BQHX: Tensor, keys_BSX: Tensor, mask_BQS: Tensor, value_w
 
     Every query must see a key. The softmax is in float32 or wider.
     """
-    return choose("latent_attention")(q_BQHX, keys_BSX, mask_BQS, value_width, scale)
+    return _LatentAttention.apply(q_BQHX, keys_BSX, mask_BQS, value_width, scale)
 
 
 def _probabilities(q_BRX: Tensor, keys_BSX: Tensor, mask_BQS: Tensor, scale: float) -> Tensor:
@@ -50,8 +49,3 @@ class _LatentAttention(torch.autograd.Function):
         d_keys = torch.bmm(d_scores.transpose(1, 2), q_BQHX.flatten(1, 2))
         d_keys[..., : ctx.value_width] += torch.bmm(p.to(keys_BSX.dtype).transpose(1, 2), grad_BRC)
         return torch.bmm(d_scores, keys_BSX).view(q_BQHX.shape), d_keys, None, None, None
-
-
-@implements("latent_attention", "reference")
-def _latent_attention(q_BQHX: Tensor, keys_BSX: Tensor, mask_BQS: Tensor, value_width: int, scale: float) -> Tensor:
-    return _LatentAttention.apply(q_BQHX, keys_BSX, mask_BQS, value_width, scale)

@@ -1,55 +1,179 @@
-"""Which backend runs each op. An op is a name with one implementation per backend; `reference` (plain torch) has them all.
+"""Which backend runs each op. An op is one schema in `torch.ops.prl`; each backend has it under the same name.
 
-`PRL_KERNELS=name` demands a backend for every op; without it the first of `PREFERENCE` that has the op is taken.
+* `reference`: plain torch, beside the schema; every op has it, float64 runs on nothing else.
+* `cpu`: C++ of csrc/cpu, `torch.ops.prl_cpu`.
+* `triton`: csrc/triton, the functions of `prl_triton.OPS`; on CPU tensors only under Triton's interpreter, on demand.
+* `cuda`: csrc/cuda, through `prl.kernels.cuda.OPS`; GEMMs for Hopper.
+
+`PRL_KERNELS=name` or `demand(name)` takes that backend for every op that it should have, or nothing; `cuda` means Triton for
+the ops that have no CUDA kernel. Without a demand an op takes the first of `PREFERENCE` that can run it.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import os
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-PREFERENCE = ("reference",)
-F = TypeVar("F", bound=Callable[..., Any])
-_OPS: dict[str, dict[str, Callable[..., Any]]] = {}
+import torch
+from torch import Tensor
+
+PREFERENCE = ("cuda", "triton", "cpu", "reference")
+_LIBRARY = torch.library.Library("prl", "FRAGMENT")
+_demanded: str | None = None
 
 
 class KernelError(Exception):
     """No implementation of an op as demanded; the message names the op, the backend and what there is."""
 
 
-def implements(op: str, backend: str) -> Callable[[F], F]:
-    """Decorator: register a function as `backend`'s implementation of `op`."""
+@dataclass(frozen=True)
+class Op:
+    name: str
+    reference: Callable[..., Any]
+    backends: tuple[str, ...]
+    """Those that should have it, beside the reference."""
 
-    def register(function: F) -> F:
-        _OPS.setdefault(op, {})[backend] = function
-        choose.cache_clear()
-        return function
 
-    return register
+_OPS: dict[str, Op] = {}
+
+
+def define(
+    schema: str,
+    reference: Callable[..., Any],
+    fake: Callable[..., Any],
+    *,
+    backends: Sequence[str] = ("triton", "cpu"),
+    backward: Callable[..., Any] | None = None,
+    setup_context: Callable[..., Any] | None = None,
+) -> Any:
+    """Register an op; returns `torch.ops.prl.<name>`. The schema has no defaults: every argument is always passed."""
+    name = schema.partition("(")[0]
+    _OPS[name] = Op(name, reference, tuple(backends))
+    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _LIBRARY.impl(name, functools.partial(_run, name), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"prl::{name}", fake, lib=_LIBRARY)
+    if backward is not None:
+        torch.library.register_autograd(f"prl::{name}", backward, setup_context=setup_context, lib=_LIBRARY)
+    return getattr(torch.ops.prl, name)
+
+
+def _run(name: str, *args: Any) -> Any:
+    tensors = [a for a in args if isinstance(a, Tensor)]
+    exact = any(t.dtype == torch.float64 for t in tensors)
+    return choose(name, tensors[0].device.type, exact)(*args)
+
+
+def demand(backend: str | None) -> None:
+    """Make this process use `backend`, or its own choice (None). Raises KernelError where PRL_KERNELS says another."""
+    global _demanded
+    env = os.environ.get("PRL_KERNELS")
+    if backend is not None and env and env != backend:
+        raise KernelError(f"kernels: the configuration demands {backend}, PRL_KERNELS demands {env}; unset one of them")
+    if backend is not None and backend not in PREFERENCE:
+        raise KernelError(f"kernels: no backend {backend}; there are {', '.join(PREFERENCE)}")
+    _demanded = backend
+    _chosen.cache_clear()
+
+
+def choose(name: str, device: str, exact: bool = False) -> Callable[..., Any]:
+    """The implementation of op `name` for tensors on `device`; `exact`: float64. Raises KernelError."""
+    return _chosen(name, device, exact, os.environ.get("PRL_KERNELS") or _demanded)[1]
 
 
 @functools.cache
-def choose(op: str) -> Callable[..., Any]:
-    """The implementation of `op` for this process; the choice is made once. Raises KernelError."""
-    name = backend_of(op)
-    return _OPS[op][name]
+def _chosen(name: str, device: str, exact: bool, demanded: str | None) -> tuple[str, Callable[..., Any]]:
+    if name not in _OPS:
+        raise KernelError(f"kernel {name}: no such op; there are {', '.join(sorted(_OPS))}")
+    op = _OPS[name]
+    if demanded is not None and demanded not in PREFERENCE:
+        raise KernelError(f"kernel {name}: no backend {demanded} (PRL_KERNELS); there are {', '.join(PREFERENCE)}")
+    if not op.backends or demanded == "reference":
+        return "reference", op.reference
+    if demanded is None:
+        candidates = [b for b in PREFERENCE if b in op.backends or b == "reference"]
+    else:
+        candidates = ["triton" if demanded == "cuda" and "cuda" not in op.backends else demanded]
+    reasons = []
+    for backend in candidates:
+        why = _why_not(name, backend, device, exact, demanded)
+        if why is None:
+            return backend, op.reference if backend == "reference" else functions(backend)[name]
+        reasons.append(f"{backend}: {why}")
+    raise KernelError(f"kernel {name} on {device}: {'; '.join(reasons)} (unset PRL_KERNELS to let each op choose)")
 
 
-def backend_of(op: str) -> str:
-    """The name of the backend that runs `op`. Raises KernelError."""
-    have = _OPS.get(op, {})
-    demanded = os.environ.get("PRL_KERNELS")
-    for name in (demanded,) if demanded else PREFERENCE:
-        if name in have:
-            return name
-    raise KernelError(
-        f"kernel {op}: no backend {demanded or ' or '.join(PREFERENCE)}; it has {', '.join(sorted(have)) or 'none'} "
-        "(unset PRL_KERNELS to let each op choose)"
-    )
+def _why_not(name: str, backend: str, device: str, exact: bool, demanded: str | None) -> str | None:
+    if backend == "reference":
+        return None
+    if exact:
+        return "float64 runs on the reference only"
+    why = unavailable(backend)
+    if why is not None:
+        return why
+    on = "cpu" if backend == "cpu" or (backend == "triton" and demanded == "triton" and interpreting()) else "cuda"
+    if device != on:
+        return f"it takes {on} tensors"
+    return None if name in functions(backend) else "it has no such op"
 
 
-def backends() -> dict[str, str]:
+def interpreting() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@functools.cache
+def unavailable(backend: str) -> str | None:
+    """Why `backend` cannot run in this process; None where it can."""
+    if backend == "cpu":
+        try:
+            importlib.import_module("prl._cpu")
+        except ImportError as e:
+            return f"prl._cpu is not built ({e}); install prl where a C++ compiler is found"
+        return None
+    if backend == "triton":
+        try:
+            importlib.import_module("prl_triton")
+        except ImportError as e:
+            return f"Triton's kernels cannot be imported ({e})"
+        return None if torch.cuda.is_available() or interpreting() else "no CUDA device"
+    if backend == "cuda":
+        return importlib.import_module("prl.kernels.cuda").unavailable()
+    return None
+
+
+@functools.cache
+def functions(backend: str) -> dict[str, Callable[..., Any]]:
+    """Op → implementation of an available backend."""
+    if backend == "cpu":
+        return {name: getattr(torch.ops.prl_cpu, name) for name in _OPS if hasattr(torch.ops.prl_cpu, name)}
+    module = "prl_triton" if backend == "triton" else "prl.kernels.cuda"
+    return dict(importlib.import_module(module).OPS)
+
+
+def backend_of(name: str, device: str = "cpu") -> str:
+    """The name of the backend that runs op `name` there. Raises KernelError."""
+    return _chosen(name, device, False, os.environ.get("PRL_KERNELS") or _demanded)[0]
+
+
+def backends(device: str = "cpu") -> dict[str, str]:
     """Op → backend in this process, for the metrics."""
-    return {op: backend_of(op) for op in sorted(_OPS)}
+    return {name: backend_of(name, device) for name in sorted(_OPS)}
+
+
+def status(device: str) -> list[tuple[str, str, str]]:
+    """(op, backend, "chosen", "available" or why it is not) for every op and every backend that should have it."""
+    rows = []
+    for name, op in sorted(_OPS.items()):
+        try:
+            chosen = backend_of(name, device)
+        except KernelError:
+            chosen = ""
+        for backend in PREFERENCE:
+            if backend == chosen:
+                rows.append((name, backend, "chosen"))
+            elif backend in (*op.backends, "reference"):
+                rows.append((name, backend, _why_not(name, backend, device, False, backend) or "available"))
+    return rows

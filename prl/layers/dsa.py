@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from prl.kernels.indexer import index_scores, index_select, selection_indices, selection_mask
-from prl.kernels.precision import wide
+from prl.kernels.numerics import wide
 from prl.layers.block import LayerInput, Selection
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from prl.kernels.swiglu import swiglu
@@ -15,4 +17,5 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(width, hidden, bias=False)
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        return self.down_proj(swiglu(self.gate_proj(x_TD), self.up_proj(x_TD)))
+        gate_up_JD = torch.cat((self.gate_proj.weight, self.up_proj.weight))  # one GEMM, and SwiGLU in one pass over its output
+        return self.down_proj(swiglu(F.linear(x_TD, gate_up_JD)))

@@ -1,41 +1,38 @@
-"""The MoE layer: router, routed experts, shared expert. How rows reach the experts is the dispatcher's business.
+"""The MoE layer: router, routed experts, shared expert. How tokens reach the experts' ranks is the dispatcher's business.
 
-Legend: T tokens, D hidden width, E experts, K experts per token, R rows, I inner width of an expert.
+Legend: T tokens, D hidden width, E experts, K experts per token, I inner width of an expert.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from prl.kernels.experts import experts
-from prl.kernels.permute import combine, permute, sort_rows
+from prl.kernels.experts import Precision, experts
 from prl.layers.mlp import MLP
 from prl.layers.router import MoEConfig, Replay, Router
 
 
 class Dispatcher(Protocol):
-    def dispatch(self, x_TD: Tensor, ids_TK: Tensor, counts_E: Tensor) -> tuple[Tensor, Sequence[int], Any]:
-        """(rows [R, D] sorted by the experts held here, rows of each of them, what `combine` needs)."""
+    def dispatch(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor, Tensor, Any]:
+        """(tokens [T', D], ids [T', K] of the experts held here, −1 for others, weights [T', K], what `combine` needs)."""
         ...
 
-    def combine(self, rows_RD: Tensor, weights_TK: Tensor, state: Any) -> Tensor:
-        """The experts' rows back with their tokens, weighted and summed in float32 or wider: [T, D]."""
+    def combine(self, y_TD: Tensor, state: Any) -> Tensor:
+        """Each token's sums over the experts of each rank, added up: [T, D]."""
         ...
 
 
 class LocalDispatcher:
-    """All experts are here: sort the rows, one host sync for the counts."""
+    """All experts are here."""
 
-    def dispatch(self, x_TD: Tensor, ids_TK: Tensor, counts_E: Tensor) -> tuple[Tensor, Sequence[int], Any]:
-        source_R, position_TK = sort_rows(ids_TK)
-        return permute(x_TD, source_R, position_TK), counts_E.tolist(), (source_R, position_TK)
+    def dispatch(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor, Tensor, Any]:
+        return x_TD, ids_TK, weights_TK, None
 
-    def combine(self, rows_RD: Tensor, weights_TK: Tensor, state: Any) -> Tensor:
-        return combine(rows_RD, weights_TK, *state)
+    def combine(self, y_TD: Tensor, state: Any) -> Tensor:
+        return y_TD
 
 
 class Experts(nn.Module):
@@ -45,9 +42,10 @@ class Experts(nn.Module):
         super().__init__()
         self.gate_up_proj = nn.Parameter(torch.empty(n_experts, 2 * width, hidden))
         self.down_proj = nn.Parameter(torch.empty(n_experts, hidden, width))
+        self.precision: Precision = "bf16"
 
-    def forward(self, rows_RD: Tensor, counts: Sequence[int]) -> Tensor:
-        return experts(rows_RD, self.gate_up_proj, self.down_proj, counts)
+    def forward(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        return experts(x_TD, ids_TK, weights_TK, self.gate_up_proj, self.down_proj, precision=self.precision)
 
 
 class MoE(nn.Module):
@@ -60,9 +58,9 @@ class MoE(nn.Module):
 
     def forward(self, x_TD: Tensor, replay: Replay) -> tuple[Tensor, Tensor, Tensor]:
         """(output [T, D], experts used int64 [T, K], tokens per expert int64 [E] without padding)."""
-        ids_TK, weights_TK, rows_E, true_E = self.gate(x_TD, replay)
-        rows_RD, counts, state = self.dispatcher.dispatch(x_TD, ids_TK, rows_E)
-        y_TD = self.dispatcher.combine(self.experts(rows_RD, counts), weights_TK, state)
+        routing = self.gate(x_TD, replay)
+        x, ids, weights, state = self.dispatcher.dispatch(x_TD, routing.ids_TK, routing.weights_TK)
+        y_TD = self.dispatcher.combine(self.experts(x, ids, weights), state)
         if self.shared_experts is not None:
             y_TD = y_TD + self.shared_experts(x_TD)
-        return y_TD, ids_TK, true_E
+        return y_TD, routing.ids_TK, routing.true_E

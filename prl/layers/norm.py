@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from prl.kernels.precision import wide
+from prl.kernels.numerics import wide
 
 
 class RMSNorm(nn.Module):

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from prl.kernels.precision import wide
+from prl.kernels.numerics import wide
 
 
 class RopeParameters(Protocol):

@@ -11,8 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from prl.kernels.replay import replay_select
-from prl.kernels.router import expert_counts, router_scores, router_select, router_weights, spread_padding
+from prl.kernels.router import Routing, route, router_logits, router_scores
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,22 +55,20 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.n_experts, config.hidden))
         self.register_buffer("e_score_correction_bias", torch.zeros(config.n_experts) if config.correction_bias else None)
 
-    def forward(self, x_TD: Tensor, replay: Replay) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(ids int64 [T, K], weights [T, K] in float32 or wider, rows per expert int64 [E], the same without padding)."""
+    def forward(self, x_TD: Tensor, replay: Replay) -> Routing:
         c = self.config
-        scores_TE = router_scores(x_TD, self.weight, c.scoring)
-        if replay.ids_TK is not None and replay.routed_T is None:
-            ids_TK = replay.ids_TK.long()
-        else:
-            ids_TK = router_select(scores_TE, self.e_score_correction_bias, c.top_k, c.n_group, c.topk_group)
-            if replay.ids_TK is not None:
-                ids_TK = replay_select(ids_TK, replay.ids_TK, replay.routed_T)
-        if replay.padding_T is not None:
-            ids_TK = spread_padding(ids_TK, replay.padding_T, c.n_experts)
-        rows_E = true_E = expert_counts(ids_TK, c.n_experts)
-        if replay.padding_T is not None:
-            true_E = rows_E - expert_counts(ids_TK[replay.padding_T], c.n_experts)
-        return ids_TK, router_weights(scores_TE, ids_TK, c.normalise, c.scale), rows_E, true_E
+        return route(
+            router_scores(router_logits(x_TD, self.weight), c.scoring),
+            self.e_score_correction_bias,
+            None if replay.ids_TK is None else replay.ids_TK.contiguous(),  # one layer's of [T, L, K]
+            replay.routed_T,
+            replay.padding_T,
+            top_k=c.top_k,
+            n_group=c.n_group,
+            topk_group=c.topk_group,
+            normalise=c.normalise,
+            scale=c.scale,
+        )
 
 
 @torch.no_grad()

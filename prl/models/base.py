@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from prl.kernels.replay import check_routes
+from prl.kernels.router import check_routes
 from prl.layers.block import Block, LayerInput, LayerOutput, Selection
 from prl.layers.layout import Layout
 from prl.layers.norm import RMSNorm

@@ -136,7 +136,7 @@ class FineTuning:
             self.status.set(phase="training", step=step)
             report = self.stepper(batch)
             if mesh.main:
-                self.metrics.log("step", step=step, backend=registry.backends(), **report.metrics)
+                self.metrics.log("step", step=step, backend=registry.backends(self.mesh.device.type), **report.metrics)
             if report.skipped:
                 dump = self.guard.dump(batch, mesh.rank, report.skipped)
                 self.metrics.log("event", name="nonfinite", step=step, reason=report.skipped, dump=str(dump))

@@ -167,7 +167,12 @@ class Trainer:
         if self.mesh.main:
             record = {**report.metrics, "time": {**report.metrics["time"], **seconds}}
             self.metrics.log(
-                "step", step=batch.step, version=state.version, trained_version=trained, backend=registry.backends(), **record
+                "step",
+                step=batch.step,
+                version=state.version,
+                trained_version=trained,
+                backend=registry.backends(self.mesh.device.type),
+                **record,
             )
 
     def _due(self) -> bool:

@@ -1,39 +1,81 @@
 """The choice of backend."""
 
 import pytest
+import torch
 
 import prl.kernels.experts
 import prl.kernels.indexer
-import prl.kernels.latent_attention
 import prl.kernels.lm_head
-import prl.kernels.permute
-import prl.kernels.replay
-import prl.kernels.router
-import prl.kernels.swiglu  # noqa: F401
+import prl.kernels.router  # noqa: F401
 from prl.kernels import registry
+from prl.kernels.quantise import quantise_rows
+from prl.kernels.registry import KernelError
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def fresh(monkeypatch):
-    monkeypatch.setattr(registry, "_OPS", {op: dict(have) for op, have in registry._OPS.items()})
-    registry.choose.cache_clear()
+    monkeypatch.delenv("PRL_KERNELS", raising=False)
     yield monkeypatch
-    registry.choose.cache_clear()
+    registry.demand(None)
+
+
+def without(monkeypatch, *backends):
+    """As on a machine where these are not available."""
+    monkeypatch.setattr(registry, "unavailable", lambda b: "missing here" if b in backends else None)
+    registry._chosen.cache_clear()
 
 
 def test_every_op_has_the_reference(fresh):
-    fresh.delenv("PRL_KERNELS", raising=False)
+    without(fresh, "cpu", "triton", "cuda")
     assert set(registry.backends().values()) == {"reference"}
-    assert {"experts", "replay_select", "router_select", "permute", "combine", "logprobs", "index_select"} <= set(
-        registry.backends()
-    )
 
 
 def test_a_demanded_backend_runs_or_is_an_error(fresh):
-    registry.implements("experts", "other")(lambda: "other")
-    fresh.setenv("PRL_KERNELS", "other")
-    assert registry.choose("experts")() == "other"
-    with pytest.raises(registry.KernelError, match="kernel logprobs: no backend other; it has reference"):
-        registry.choose("logprobs")
-    with pytest.raises(registry.KernelError, match="kernel nonsense: no backend other; it has none"):
-        registry.choose("nonsense")
+    without(fresh, "cpu", "triton", "cuda")
+    fresh.setenv("PRL_KERNELS", "cpu")
+    with pytest.raises(KernelError, match=r"kernel quantise_rows on cpu: cpu: missing here \(unset PRL_KERNELS"):
+        quantise_rows(torch.zeros(1, 128))
+    fresh.delenv("PRL_KERNELS")
+    registry.demand("cpu")
+    with pytest.raises(KernelError, match="cpu: missing here"):
+        quantise_rows(torch.zeros(1, 128))
+    registry.demand("reference")
+    assert quantise_rows(torch.zeros(1, 128))[1].item() == 1
+
+
+def test_demands_that_make_no_sense_are_named(fresh):
+    fresh.setenv("PRL_KERNELS", "gpu")
+    with pytest.raises(KernelError, match=r"no backend gpu \(PRL_KERNELS\); there are cuda, triton, cpu, reference"):
+        registry.backend_of("permute")
+    with pytest.raises(KernelError, match="the configuration demands cpu, PRL_KERNELS demands gpu"):
+        registry.demand("cpu")
+    with pytest.raises(KernelError, match="no such op"):
+        registry.backend_of("nonsense")
+
+
+def test_float64_runs_on_the_reference_only(fresh):
+    assert registry._chosen("grouped_gemm", "cpu", True, None)[0] == "reference"
+    with pytest.raises(KernelError, match="cpu: float64 runs on the reference only"):
+        registry._chosen("grouped_gemm", "cpu", True, "cpu")
+
+
+def test_a_tensor_elsewhere_is_not_for_the_cpu_backend(fresh):
+    without(fresh, "triton", "cuda")
+    with pytest.raises(KernelError, match="it takes cpu tensors"):
+        registry._chosen("permute", "cuda", False, "cpu")
+    assert registry._chosen("permute", "cuda", False, None)[0] == "reference"
+
+
+def test_cuda_means_triton_where_there_is_no_cuda_kernel(fresh):
+    without(fresh, "cuda")
+    with pytest.raises(KernelError, match="kernel grouped_gemm_fp8 on cuda: cuda: missing here"):
+        registry._chosen("grouped_gemm_fp8", "cuda", False, "cuda")
+    fresh.setattr(registry, "functions", lambda backend: {"permute": print})
+    assert registry._chosen("permute", "cuda", False, "cuda")[0] == "triton"
+
+
+def test_status_says_why(fresh):
+    without(fresh, "triton", "cuda")
+    rows = {(op, backend): state for op, backend, state in registry.status("cpu")}
+    assert rows["grouped_gemm_fp8", "cuda"] == "missing here"
+    assert sum(state == "chosen" for state in rows.values()) == len(registry._OPS)

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from prl.kernels.replay import RouteError, check_routes
+from prl.kernels.router import RouteError, check_routes
 from prl.layers.moe import LocalDispatcher, MoE
 from prl.layers.router import MoEConfig, Replay, Router, update_correction_bias
 
@@ -88,7 +88,7 @@ def test_the_router_equals_transformers(n_group, topk_group):
     x = torch.randn(200, 32)
     _, weights, ids = theirs(x)
     order = weights.argsort(-1)
-    our_ids, our_weights, rows_E, _ = ours(x, Replay())
+    our_ids, our_weights, rows_E, *_ = ours(x, Replay())
     assert torch.equal(our_ids.sort(-1).values, ids.sort(-1).values)
     torch.testing.assert_close(our_weights.sort(-1).values, weights.gather(1, order), rtol=1e-6, atol=1e-6)
     assert torch.equal(rows_E, torch.bincount(ids.flatten(), minlength=16))
@@ -138,7 +138,7 @@ def test_padding_rows_spread_and_are_not_counted(n_padding):
     x[-n_padding:] = x[-1]
     padding = torch.zeros(300, dtype=torch.bool)
     padding[-n_padding:] = True
-    ids, _, rows_E, true_E = moe.gate(x, Replay(padding_T=padding))
+    ids, _, rows_E, true_E, _ = moe.gate(x, Replay(padding_T=padding))
     spread = torch.bincount(ids[padding].flatten(), minlength=16)
     assert spread.max() - spread.min() <= 1
     assert (ids.sort(-1).values.diff(dim=-1) > 0).all(), "no expert twice in a row"
@@ -193,8 +193,8 @@ def test_counts_are_of_one_forward_under_activation_checkpointing():
 class Reversed(LocalDispatcher):
     """A dispatcher that holds the experts in the opposite order."""
 
-    def dispatch(self, x_TD, ids_TK, counts_E):
-        return super().dispatch(x_TD, 15 - ids_TK, counts_E.flip(0))
+    def dispatch(self, x_TD, ids_TK, weights_TK):
+        return super().dispatch(x_TD, 15 - ids_TK, weights_TK)
 
 
 def test_rows_move_through_the_dispatcher_alone():

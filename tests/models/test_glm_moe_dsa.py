@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from prl.kernels import registry
 from prl.kernels.indexer import selection_flips
 from prl.kernels.lm_head import logprobs
-from prl.kernels.replay import RouteError
+from prl.kernels.router import RouteError
 from prl.layers.layout import PackedLayout
 from prl.models.base import ForwardInput
 from prl.models.registry import build, init_weights
@@ -72,17 +72,15 @@ def token_logprobs(model, tokens, hidden_TD):
 @pytest.fixture
 def index_scores_seen(monkeypatch):
     """Every [B, Q, S] of index scores, in order of computation."""
-    seen = []
-    compute = registry._OPS["index_scores"]["reference"]
+    seen, choose = [], registry.choose
+    _, compute = registry._chosen("index_scores", "cpu", False, None)
 
     def spy(*args):
         seen.append(compute(*args))
         return seen[-1]
 
-    monkeypatch.setitem(registry._OPS["index_scores"], "reference", spy)
-    registry.choose.cache_clear()
-    yield seen
-    registry.choose.cache_clear()
+    monkeypatch.setattr(registry, "choose", lambda name, *a: spy if name == "index_scores" else choose(name, *a))
+    return seen
 
 
 def differs(scores, ours, theirs):
