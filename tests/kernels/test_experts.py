@@ -111,9 +111,10 @@ def test_frozen_experts_get_no_gradient():
 
 
 def test_fp8_experts_come_near_the_exact_ones():
-    given = layer(torch.float32, d=256, i=128, e=3, t=300)
+    torch.manual_seed(0)
+    given = layer(torch.float32, d=256, i=128, e=3, t=2000)
     given[1][given[1] == 1] = 2
-    grad = torch.randn(300, 256)
+    grad = torch.randn(2000, 256)
     results = []
     for precision in ("bf16", "fp8"):
         x, ids, weights, gate_up, down = (t.detach().clone() for t in given)
