@@ -174,6 +174,20 @@ def _engine(c: RunConfig) -> Found:
         yield "inference.engine", "no command starts vLLM yet; expected embedded"
 
 
+@_reads("trainer.precision", "inference.precision", "model", "inference.dtype")
+def _precision(c: RunConfig) -> Found:
+    for section, precision, dtype in (
+        ("trainer", c.trainer.precision, c.model.dtype),
+        ("inference", c.inference.precision, c.inference.dtype),
+    ):
+        if precision == "fp8" and dtype == "float64":
+            yield f"{section}.precision", "fp8 quantises bfloat16 or float32, the forward is in float64"
+        for key in ("hidden_size", "moe_intermediate_size"):
+            width = _number(c, key)
+            if precision == "fp8" and width is not None and width % 128:
+                yield f"{section}.precision", f"fp8 needs a multiple of 128 for {key}, which is {width:g}"
+
+
 @_reads("control", "sft")
 def _control(c: RunConfig) -> Found:
     if c.control is not None and c.sft is None:

@@ -16,6 +16,7 @@ PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 DType = Literal["float32", "bfloat16", "float64"]
+Precision = Literal["bf16", "fp8"]
 
 
 class Section(BaseModel):
@@ -129,6 +130,8 @@ class Optim(Section):
 
 class Trainer(Section):
     ranks: PositiveInt = 1
+    precision: Precision = "bf16"
+    """What the routed experts compute in: `model.dtype` (bf16), or block-scaled FP8, the masters quantised once a step."""
     steps: PositiveInt = 100
     pack_tokens: PositiveInt = 8192
     """Token budget of one micro-batch."""
@@ -152,6 +155,8 @@ class Inference(Section):
     """vllm is not run yet, and refused."""
     replicas: PositiveInt = 1
     dtype: DType = "float32"
+    precision: Precision = "bf16"
+    """What the routed experts compute in: `dtype` (bf16), or block-scaled FP8."""
     max_batch: PositiveInt = 128
     """Sequences decoded together."""
     max_prefill_tokens: PositiveInt = 2048
@@ -213,6 +218,8 @@ class Transport(Section):
 
 
 class Launch(Section):
+    kernels: Literal["cuda", "triton", "cpu", "reference"] | None = None
+    """Backend that every kernel must have; default: the best that each has here."""
     threads: dict[Literal["trainer", "orchestrator", "inference"], PositiveInt] = {}
     """Threads per process of a role; default: cores divided by the role processes, at least one."""
     pass_env: list[str] = []

@@ -11,6 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from prl.kernels.weights import gather_as_fp8
+
 
 def shard(
     root: nn.Module,
@@ -20,10 +22,11 @@ def shard(
     *,
     compute: torch.dtype,
     master: torch.dtype,
+    fp8: Iterable[nn.Module] = (),
 ) -> None:
     """Shard each of `wide`, each block and then what is left of `root`, in place.
 
-    Forward and backward run in `compute`, those of `wide` in `master`.
+    Forward and backward run in `compute`, those of `wide` in `master`; of the `fp8` modules codes and scales are gathered.
 
     Parameters must be equal on all ranks and of type `master`, in which gradients are reduced and kept. FSDP's mean is
     undone: with a divide factor of 1 gloo needs plain sums, since it knows no pre-multiplied ones.
@@ -34,6 +37,8 @@ def shard(
         sharded = cast(FSDPModule, module)
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
+    for module in fp8:
+        gather_as_fp8(module, mesh.size())
 
 
 def local(x: Tensor) -> Tensor:

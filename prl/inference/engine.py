@@ -29,6 +29,7 @@ from torch.nn import functional as F
 from prl.inference.api import GenerateRequest, Generation
 from prl.inference.kv_cache import BlockPool, CachedLayout, PagedCache, block_hashes
 from prl.inference.sampling import log_probabilities, noise, sample
+from prl.kernels.weights import weights_changed
 from prl.models.base import ForwardInput
 from prl.models.spec import ModelSpec
 from prl.samples import route_dtype
@@ -251,6 +252,7 @@ class Engine:
         with torch.no_grad():
             for name, own in self._weights.items():
                 own.copy_(tensors[name])
+        weights_changed()
         self._head_VD = self._wide_head()
         self.version = version
 

@@ -27,6 +27,7 @@ from prl.inference.api import GenerateRequest
 from prl.inference.driver import Driver, EngineStopped, Updater
 from prl.inference.engine import Engine, Event, RequestError, no_generation
 from prl.inference.wire import FieldError, decode, read_request, write_choice
+from prl.layers.moe import set_precision
 from prl.models.base import Model
 from prl.models.registry import build
 from prl.models.spec import read_spec
@@ -330,6 +331,7 @@ def main(run: RunDir, config: RunConfig, index: int, stop: threading.Event) -> i
 def engine_of(model: Model, config: RunConfig, name: str) -> Engine:
     """The engine as configured. In deterministic mode no request reads what another one left in the cache."""
     c = config.inference
+    set_precision(model, c.precision)
     return Engine(
         model,
         model.spec,

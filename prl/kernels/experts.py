@@ -14,8 +14,8 @@ from prl.kernels import checks
 from prl.kernels.grouped_gemm import grouped_gemm, grouped_gemm_fp8, grouped_gemm_weight_fp8
 from prl.kernels.numerics import BLOCK
 from prl.kernels.permute import combine, permute, permute_quantise, sort_rows
-from prl.kernels.quantise import quantise_blocks, transpose_codes
 from prl.kernels.swiglu import swiglu, swiglu_backward_quantise, swiglu_quantise
+from prl.kernels.weights import quantised
 
 Precision = Literal["bf16", "fp8"]
 
@@ -47,38 +47,33 @@ class _ExpertsFP8(torch.autograd.Function):
         source_R, position_TK, starts_E1, counts_E = sort_rows(ids_TK, len(gate_up_EJD), align=BLOCK)
         columns = any(ctx.needs_input_grad)
         x, x_scales, x_columns, x_column_scales = permute_quantise(x_TD, source_R, position_TK, columns=columns)
-        gate_up, down = quantise_blocks(gate_up_EJD), quantise_blocks(down_EDI)
-        gate_up_RJ = grouped_gemm_fp8(x, x_scales, *gate_up, starts_E1, counts_E, out_dtype=x_TD.dtype)
+        gate_up, down = quantised(gate_up_EJD), quantised(down_EDI)
+        gate_up_RJ = grouped_gemm_fp8(x, x_scales, *gate_up.plain, starts_E1, counts_E, out_dtype=x_TD.dtype)
         act, act_scales, _, _ = swiglu_quantise(gate_up_RJ, columns=False)
-        out_RD = grouped_gemm_fp8(act, act_scales, *down, starts_E1, counts_E, out_dtype=x_TD.dtype)
-        ctx.save_for_backward(
-            weights_TK, gate_up_RJ, x_columns, x_column_scales, source_R, position_TK, starts_E1, counts_E, *gate_up, *down
-        )
-        ctx.weight_dtype = gate_up_EJD.dtype
+        out_RD = grouped_gemm_fp8(act, act_scales, *down.plain, starts_E1, counts_E, out_dtype=x_TD.dtype)
+        ctx.save_for_backward(weights_TK, gate_up_RJ, x_columns, x_column_scales, source_R, position_TK, starts_E1, counts_E)
+        ctx.gate_up, ctx.down = gate_up, down  # what FSDP frees in between and gathers again are their buffers
+        ctx.shapes, ctx.weight_dtype = (gate_up_EJD.shape, down_EDI.shape), gate_up_EJD.dtype
         return combine(out_RD, weights_TK, source_R, position_TK)
 
     @staticmethod
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, None, Tensor, Tensor, Tensor]:
-        weights_TK, gate_up_RJ, x_columns, x_column_scales, source_R, position_TK, *rest = ctx.saved_tensors
-        starts_E1, counts_E, gate_up, gate_up_scales, down, down_scales = rest
+        weights_TK, gate_up_RJ, x_columns, x_column_scales, source_R, position_TK, starts_E1, counts_E = ctx.saved_tensors
+        (gate_up_shape, down_shape), dtype = ctx.shapes, gate_up_RJ.dtype
         grad_TD = grad_TD.contiguous()
         g, g_scales, g_columns, g_column_scales = permute_quantise(grad_TD, source_R, position_TK, columns=True)
-        groups, dtype = (starts_E1, counts_E), gate_up_RJ.dtype
-        d_act_RI = grouped_gemm_fp8(g, g_scales, *_transposed(down, down_scales), *groups, out_dtype=dtype)
+        down, down_scales = ctx.down.transposed
+        d_act_RI = grouped_gemm_fp8(g, g_scales, down, down_scales, starts_E1, counts_E, out_dtype=dtype)
         weights_R = torch.where(source_R < 0, 0, weights_TK.flatten()[source_R.clamp(min=0)])
         d, d_scales, d_columns, d_column_scales, act_columns, act_column_scales, d_weights_R = swiglu_backward_quantise(
             gate_up_RJ, d_act_RI, weights_R
         )
-        e, j, width = gate_up.shape
-        d_down_EDI = grad_TD.new_zeros(e, width, j // 2, dtype=torch.float32)
+        d_down_EDI = grad_TD.new_zeros(down_shape, dtype=torch.float32)
         grouped_gemm_weight_fp8(g_columns, g_column_scales, act_columns, act_column_scales, starts_E1, counts_E, d_down_EDI)
-        d_gate_up_EJD = grad_TD.new_zeros(e, j, width, dtype=torch.float32)
+        d_gate_up_EJD = grad_TD.new_zeros(gate_up_shape, dtype=torch.float32)
         grouped_gemm_weight_fp8(d_columns, d_column_scales, x_columns, x_column_scales, starts_E1, counts_E, d_gate_up_EJD)
-        d_x_RD = grouped_gemm_fp8(d, d_scales, *_transposed(gate_up, gate_up_scales), *groups, out_dtype=dtype)
+        gate_up, gate_up_scales = ctx.gate_up.transposed
+        d_x_RD = grouped_gemm_fp8(d, d_scales, gate_up, gate_up_scales, starts_E1, counts_E, out_dtype=dtype)
         d_weights_TK = torch.where(position_TK < 0, 0, d_weights_R[position_TK.clamp(min=0)])
         d_x_TD = combine(d_x_RD, None, source_R, position_TK)
         return d_x_TD, None, d_weights_TK, d_gate_up_EJD.to(ctx.weight_dtype), d_down_EDI.to(ctx.weight_dtype)
-
-
-def _transposed(codes_ENK: Tensor, scales_EMB: Tensor) -> tuple[Tensor, Tensor]:
-    return transpose_codes(codes_ENK), scales_EMB.transpose(1, 2).contiguous()

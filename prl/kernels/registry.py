@@ -5,8 +5,8 @@
 * `triton`: csrc/triton, the functions of `prl_triton.OPS`; on CPU tensors only under Triton's interpreter, on demand.
 * `cuda`: csrc/cuda, through `prl.kernels.cuda.OPS`; GEMMs for Hopper.
 
-`PRL_KERNELS=name` or `demand(name)` takes that backend for every op that it should have, or nothing; `cuda` means Triton for
-the ops that have no CUDA kernel. Without a demand an op takes the first of `PREFERENCE` that can run it.
+`PRL_KERNELS=name` (`launch.kernels` sets it) takes that backend for every op that it should have, or nothing; `cuda` means
+Triton for the ops that have no CUDA kernel. Without it an op takes the first of `PREFERENCE` that can run it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from torch import Tensor
 
 PREFERENCE = ("cuda", "triton", "cpu", "reference")
 _LIBRARY = torch.library.Library("prl", "FRAGMENT")
-_demanded: str | None = None
 
 
 class KernelError(Exception):
@@ -67,21 +66,9 @@ def _run(name: str, *args: Any) -> Any:
     return choose(name, tensors[0].device.type, exact)(*args)
 
 
-def demand(backend: str | None) -> None:
-    """Make this process use `backend`, or its own choice (None). Raises KernelError where PRL_KERNELS says another."""
-    global _demanded
-    env = os.environ.get("PRL_KERNELS")
-    if backend is not None and env and env != backend:
-        raise KernelError(f"kernels: the configuration demands {backend}, PRL_KERNELS demands {env}; unset one of them")
-    if backend is not None and backend not in PREFERENCE:
-        raise KernelError(f"kernels: no backend {backend}; there are {', '.join(PREFERENCE)}")
-    _demanded = backend
-    _chosen.cache_clear()
-
-
 def choose(name: str, device: str, exact: bool = False) -> Callable[..., Any]:
     """The implementation of op `name` for tensors on `device`; `exact`: float64. Raises KernelError."""
-    return _chosen(name, device, exact, os.environ.get("PRL_KERNELS") or _demanded)[1]
+    return _chosen(name, device, exact, os.environ.get("PRL_KERNELS"))[1]
 
 
 @functools.cache
@@ -155,7 +142,7 @@ def functions(backend: str) -> dict[str, Callable[..., Any]]:
 
 def backend_of(name: str, device: str = "cpu") -> str:
     """The name of the backend that runs op `name` there. Raises KernelError."""
-    return _chosen(name, device, False, os.environ.get("PRL_KERNELS") or _demanded)[0]
+    return _chosen(name, device, False, os.environ.get("PRL_KERNELS"))[0]
 
 
 def backends(device: str = "cpu") -> dict[str, str]:

@@ -39,6 +39,15 @@ def die_with_parent(supervisor: int) -> None:
         os._exit(1)
 
 
+def demand_kernels(backend: str | None) -> None:
+    """Have every kernel of this process run on `backend`. SetupError where the environment demands another."""
+    given = os.environ.get("PRL_KERNELS")
+    if backend and given not in (None, backend):
+        raise SetupError(f"launch.kernels is {backend}, PRL_KERNELS is {given}: unset one of them")
+    if backend:
+        os.environ["PRL_KERNELS"] = backend
+
+
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)  # a pretty traceback would print the secret
 
 
@@ -60,6 +69,7 @@ def main(
     module, _, name = MAINS[role].partition(":")
     try:
         config = load_resolved(folder.config_path)
+        demand_kernels(config.launch.kernels)
         code = getattr(importlib.import_module(module), name)(folder, config, index, stop)
     except (ConfigError, SetupError) as e:
         print(e, file=sys.stderr)

@@ -16,6 +16,8 @@ from prl.config.schema import Optim, RunConfig
 from prl.distributed.fsdp import full, shard
 from prl.distributed.mesh import Mesh
 from prl.kernels import lm_head
+from prl.kernels.weights import weights_changed
+from prl.layers.moe import Experts, set_precision
 from prl.models.base import ForwardInput, ForwardOutput, Model
 from prl.models.hf import load_hf
 from prl.models.registry import build, init_weights
@@ -58,7 +60,12 @@ class TrainState:
         self.step = self.version = self.skipped = self.lineage = 0
         dtype = getattr(torch, config.model.dtype)
         meta = build(model.spec, dtype=dtype, device="meta")
-        self.dtypes = {name: t.dtype for name, t in meta.state_dict().items()}
+        self.published = {name: t.dtype for name, t in meta.state_dict().items()}
+        """Types of the weights that engines get."""
+        set_precision(model, config.trainer.precision)
+        fp8 = {n: m for n, m in model.named_modules() if isinstance(m, Experts) and m.precision == "fp8"}
+        masters = {f"{n}.{p}": master_dtype(config) for n, m in fp8.items() for p, _ in m.named_parameters()}
+        self.dtypes = self.published | masters  # FP8 is quantised from the masters themselves
         frozen = [re.compile(p) for p in config.model.frozen]
         for name, p in model.named_parameters():
             p.requires_grad_(not any(f.fullmatch(name) for f in frozen))
@@ -70,7 +77,7 @@ class TrainState:
                 for n, m in model.named_modules()
                 if any(self.dtypes[f"{n}.{p}"] != dtype for p, _ in m.named_parameters(recurse=False))
             ]
-            shard(self.policy, model.layers, wide, mesh.data, compute=dtype, master=master_dtype(config))
+            shard(self.policy, model.layers, wide, mesh.data, compute=dtype, master=master_dtype(config), fp8=fp8.values())
         self.params = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self.biases = [t for n, t in model.state_dict().items() if n.endswith("e_score_correction_bias")]
         """The routers' correction biases, in MoE order."""
@@ -95,7 +102,7 @@ class TrainState:
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Name and whole tensor of the weights as the forward sees them; a collective, so every rank goes through it."""
         for name, t in self.model.state_dict().items():
-            yield name, full(t.detach()).to(self.dtypes[name])
+            yield name, full(t.detach()).to(self.published[name])
 
     def join_gathering(self) -> None:
         """What the other ranks do while rank 0 goes through `tensors`."""
@@ -140,6 +147,7 @@ class TrainState:
             shown = "\n  ".join([*problems[:10], *([f"… and {len(problems) - 10} more"] if len(problems) > 10 else [])])
             raise CheckpointError(f"{folder}: saved by another model or optimizer than this configuration's:\n  {shown}")
         dcp.load(state, checkpoint_id=folder, no_dist=self.mesh.world == 1)
+        weights_changed()
         self.step, self.version, self.skipped = state["counters"].tolist()
         if mine in state:
             torch.set_rng_state(state[mine])

@@ -37,6 +37,12 @@ def test_the_sound_ones_break_none() -> None:
         ({"run": {"seed": -1}}, "run.seed", "2^63"),
         ({"model": {"path": "x"}}, "model", "got both"),
         ({"model": {"architecture": None}, "tokenizer": {"vocab_size": None}}, "model", "got neither"),
+        ({"model": {"dtype": "float64"}, "trainer": {"precision": "fp8"}}, "trainer.precision", "float64"),
+        (
+            {"model": {"architecture": {"moe_intermediate_size": 192}}, "inference": {"precision": "fp8"}},
+            "inference.precision",
+            "multiple of 128 for moe_intermediate_size, which is 192",
+        ),
         ({"model": {"frozen": ["a", "("]}}, "model.frozen.1", "regular expression"),
         ({"tokenizer": {"path": "x"}}, "tokenizer", "got both"),
         ({"tokenizer": {"characters": None, "vocab_size": None}}, "tokenizer", "brings no tokenizer"),

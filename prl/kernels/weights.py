@@ -1,0 +1,139 @@
+"""FP8 copies of weights: quantised once per change of the weight, by each rank for its own shard, gathered as FP8.
+
+Legend: E experts, N output width, K input width, M = N / 128, B = K / 128.
+A copy is found again while nothing has changed: the count of changes that this process was told of (every optimizer step tells
+by itself; what loads or imports weights calls `weights_changed`), the tensor and its storage, and torch's own version counter,
+which alone would not do: neither FSDP2 nor writes through `.data` or NumPy move it. With PRL_CHECK_WEIGHTS=1 a copy also has
+the hash of what it was made of, and a weight that changed behind everybody's back is a StaleWeightError.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from prl.kernels.numerics import BLOCK, FP8
+from prl.kernels.quantise import quantise_blocks, transpose_codes
+
+_changes = 0
+
+
+class StaleWeightError(RuntimeError):
+    """A weight is not the one that its FP8 copy was made of, and nobody said so."""
+
+
+def weights_changed(*_: Any) -> None:
+    """Say that weights of this process have changed: call it after writing to any by hand."""
+    global _changes
+    _changes += 1
+
+
+register_optimizer_step_post_hook(weights_changed)
+
+
+class Quantised:
+    """A weight's codes [E, N, K] and scales [E, M, B], and those of the transposed weight once they are asked for."""
+
+    def __init__(self, codes_ENK: Tensor, scales_EMB: Tensor):
+        self.plain = codes_ENK, scales_EMB
+
+    @functools.cached_property
+    def transposed(self) -> tuple[Tensor, Tensor]:
+        """(codes [E, K, N], scales [E, B, M])."""
+        codes_ENK, scales_EMB = self.plain
+        return transpose_codes(codes_ENK), scales_EMB.transpose(1, 2).contiguous()
+
+
+@dataclass(frozen=True)
+class _Copy:
+    of: tuple[int, ...]
+    hash: Tensor | None
+    quantised: Quantised
+
+
+def quantised(weight_ENK: Tensor) -> Quantised:
+    """The FP8 copy of a weight: the gathered one under FSDP, else made on first use after each change."""
+    if isinstance(weight_ENK, GatheredWeight):
+        return weight_ENK.quantised
+    with torch.no_grad():
+        of = (_changes, weight_ENK._version, weight_ENK.data_ptr())
+        checking = os.environ.get("PRL_CHECK_WEIGHTS") == "1"
+        found: _Copy | None = getattr(weight_ENK, "_fp8_copy", None)
+        if found is None or found.of != of:
+            plain = weight_ENK.detach().as_subclass(Tensor)
+            digest = torch.hash_tensor(plain) if checking else None
+            found = _Copy(of, digest, Quantised(*quantise_blocks(plain)))
+            weight_ENK._fp8_copy = found  # type: ignore[attr-defined]
+        elif checking and found.hash is not None and found.hash != torch.hash_tensor(weight_ENK.detach().as_subclass(Tensor)):
+            raise StaleWeightError(
+                f"FP8 copy of a weight {list(weight_ENK.shape)}: the weight has changed since it was quantised, and neither an "
+                "optimizer nor a load said so; call prl.kernels.weights.weights_changed() after writing to weights"
+            )
+        return found.quantised
+
+
+class ShardedWeight(Tensor):
+    """A rank's shard of a weight in full precision, which FSDP2 gathers as FP8. Operations on it give plain tensors."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, mp_policy: Any
+    ) -> tuple[tuple[Tensor, ...], None]:
+        codes_ENK, scales_EMB = quantised(self).plain
+        return (codes_ENK.view(torch.uint8), scales_EMB), None  # gloo knows no float8
+
+    def fsdp_post_all_gather(
+        self, gathered: tuple[Tensor, ...], _: None, dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        codes_ENK, scales_EMB = gathered[0].view(FP8), gathered[1]
+        if out is not None:  # the same buffers, filled anew
+            assert isinstance(out, GatheredWeight)
+            out.quantised = Quantised(codes_ENK, scales_EMB)
+            return None
+        return GatheredWeight(Quantised(codes_ENK, scales_EMB), dtype), (codes_ENK, scales_EMB)
+
+
+class GatheredWeight(Tensor):
+    """A whole weight that exists in FP8 only. It takes a gradient, and nothing else can be done with it."""
+
+    quantised: Quantised
+
+    @staticmethod
+    def __new__(cls, quantised: Quantised, dtype: torch.dtype) -> GatheredWeight:
+        codes, _ = quantised.plain
+        self = torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=dtype, device=codes.device)
+        self.quantised = quantised
+        return self
+
+    def __init__(self, quantised: Quantised, dtype: torch.dtype):
+        pass
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.as_strided.default):  # how FSDP makes it a parameter
+            return GatheredWeight(args[0].quantised, args[0].dtype)
+        raise NotImplementedError(f"{func} of a weight that was gathered in FP8: only the experts' FP8 kernels can use it")
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"GatheredWeight({list(self.shape)}, dtype={self.dtype})"
+
+
+def gather_as_fp8(module: nn.Module, world: int) -> None:
+    """Make FSDP2 gather the parameters of `module`, already sharded by whole experts, as FP8 codes and scales."""
+    for name, p in module.named_parameters(recurse=False):
+        e, n, k = p.shape
+        if e % world or n % BLOCK or k % BLOCK:
+            raise ValueError(
+                f"{name} [{e}, {n}, {k}] cannot be gathered as FP8 over {world} ranks: the experts must be a multiple of the "
+                f"ranks, the widths of {BLOCK}"
+            )
+        sharded = cast(DTensor, p)
+        sharded._local_tensor = sharded._local_tensor.as_subclass(ShardedWeight)
