@@ -50,7 +50,7 @@ if SOURCES:
 setup(
     packages=[*find_packages(include=["prl", "prl.*"]), "prl_triton"],
     package_dir={"prl_triton": "csrc/triton"},
-    package_data={"prl.monitor": ["*.html"]},
+    package_data={"prl.monitor": ["*.html"], "prl_triton": ["*.json"]},
     install_requires=[TORCH, *DEPENDENCIES],
     **extension,
 )

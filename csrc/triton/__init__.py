@@ -1,6 +1,12 @@
-"""Triton kernels, importable as `prl_triton`. OPS: op of `prl.kernels` → its launcher."""
+"""Triton kernels, importable as `prl_triton`. OPS: op of `prl.kernels` → its launcher; AOT: what is compiled to be checked."""
 
 from collections.abc import Callable
 from typing import Any
 
-OPS: dict[str, Callable[..., Any]] = {}
+from prl_triton import quantise
+from prl_triton.aot import Aot
+
+_MODULES = (quantise,)
+
+OPS: dict[str, Callable[..., Any]] = {name: launch for module in _MODULES for name, launch in module.OPS.items()}
+AOT: list[Aot] = [aot for module in _MODULES for aot in module.AOT]

@@ -1,0 +1,26 @@
+"""Run by `test_triton_glue.py` with TRITON_INTERPRET=1: big tiles and few of them, for a program takes milliseconds here."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import prl_triton
+from tests.kernels import cases
+
+BF16, F32 = torch.bfloat16, torch.float32
+
+
+def glue() -> Iterator[cases.Case]:
+    for dtype in (BF16, F32):
+        for make in (cases.normal, cases.awkward):
+            yield from cases.quantisers("cpu", 256, 384, dtype, make)
+    for shape in ((0, 128), (128, 0)):
+        yield from cases.quantisers("cpu", *shape, F32)
+    for shape in ((2, 128, 256), (3, 37, 200), (0, 128, 128), (2, 0, 128)):
+        yield from cases.transposes("cpu", *shape)
+
+
+@pytest.mark.parametrize("case", list(glue()), ids=str)
+def test_agrees_with_the_reference(case: cases.Case) -> None:
+    cases.check(case, prl_triton.OPS[case.op])
