@@ -1,56 +1,68 @@
-"""The parts of the packaging that need code: csrc/triton as a package, and torch pinned where C++ is compiled against it.
+"""The parts of the packaging that need code: csrc/triton as a package, and the kernels that are compiled.
 
-Everything else is in pyproject.toml. `csrc/cpu/*.cpp`, where there are any, become the extension `prl._cpu`. Compiled code
-runs only with the torch it was built with, so the build then asks for the torch of the environment it is installed into
-(also under build isolation, which hides it), and the package for that same torch.
+Everything else is in pyproject.toml. `csrc/cpu/*.cpp` become the extension `prl._cpu` where there is a C++ compiler; without
+one the package installs all the same, and plain torch serves. They use libtorch's stable ABI and Python's limited API: what is
+built runs with every torch and Python that the package takes. It is built against the headers of the environment's torch, also
+under build isolation, which hides it; only where there is none the build asks for torch of its own.
 """
 
+import os
+import shlex
+import shutil
 import sys
 from importlib.metadata import distributions
 from pathlib import Path
-from sysconfig import get_path
+from sysconfig import get_config_var, get_path
 
-from setuptools import find_packages, setup
+from setuptools import Extension, find_packages, setup
 
-SOURCES = sorted(str(p) for p in Path("csrc/cpu").glob("*.cpp"))
 TORCH = "torch>=2.11"
-DEPENDENCIES = [
-    "aiohttp>=3.12",
-    "jinja2>=3.1",
-    "msgspec>=0.19",
-    "numpy>=2.0",
-    "orjson>=3.10",
-    "plotly>=6",
-    "psutil>=6",
-    "pydantic>=2.11",
-    "pyyaml>=6",
-    "pyzmq>=26",
-    "reasoning-gym>=0.1.25",
-    "rich>=14",
-    "safetensors>=0.5",
-    "tokenizers>=0.22",
-    "transformers>=5.16.1,<5.20",
-    "typer>=0.16",
-    "uvloop>=0.21",
-    "xxhash>=3.5",
-]
+TORCH_ABI = "0x020b000000000000"  # the same version, as libtorch's headers want it
+PYTHON_ABI = "cp311"
 
-extension = {}
-if SOURCES:
-    site = [get_path("purelib"), get_path("platlib")]
-    installed = next((d.version.split("+")[0] for d in distributions(name="torch", path=site)), None)
-    TORCH = f"torch=={installed}" if installed else TORCH
-    extension["setup_requires"] = [TORCH]
-    if "egg_info" not in sys.argv:  # there the build front end still asks what the build needs
-        from torch.utils.cpp_extension import BuildExtension, CppExtension
 
-        extension["ext_modules"] = [CppExtension("prl._cpu", SOURCES)]
-        extension["cmdclass"] = {"build_ext": BuildExtension}
+def found_torch() -> Path | None:
+    """The folder of a torch that serves, the environment's before the build's own."""
+    for place in [get_path("purelib"), get_path("platlib"), *sys.path]:
+        for torch in distributions(name="torch", path=[place]):
+            if [int(n) for n in torch.version.split("+")[0].split(".")[:2]] >= [2, 11]:
+                return Path(str(torch.locate_file("torch")))
+    return None
+
+
+def cpu_extension() -> dict[str, list[object]]:
+    """The arguments of `setup` that build `prl._cpu`."""
+    compiler = shlex.split(os.environ.get("CXX") or get_config_var("CXX") or "c++")[0]
+    if shutil.which(compiler) is None:
+        print(f"prl: no C++ compiler ({compiler}): building without the CPU kernels", file=sys.stderr)
+        return {}
+    if not (Path(get_path("include")) / "Python.h").is_file():
+        print("prl: no headers of Python (on Debian: python3-dev): building without the CPU kernels", file=sys.stderr)
+        return {}
+    torch = found_torch()
+    if torch is None:
+        return {"setup_requires": [TORCH]}
+    extension = Extension(
+        "prl._cpu",
+        sorted(str(p) for p in Path("csrc/cpu").glob("*.cpp")),
+        depends=sorted(str(p) for p in Path("csrc/cpu").glob("*.h")),
+        include_dirs=[str(torch / "include")],
+        library_dirs=[str(torch / "lib")],
+        libraries=["torch_cpu", "c10"],
+        define_macros=[("TORCH_TARGET_VERSION", TORCH_ABI)],
+        extra_compile_args=["-std=c++20", "-O3", "-g0", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden"],
+        language="c++",
+        py_limited_api=True,
+    )
+    return {"ext_modules": [extension]}
+
+
+extensions = cpu_extension()
 
 setup(
     packages=[*find_packages(include=["prl", "prl.*"]), "prl_triton"],
     package_dir={"prl_triton": "csrc/triton"},
     package_data={"prl.monitor": ["*.html"], "prl_triton": ["*.json"]},
-    install_requires=[TORCH, *DEPENDENCIES],
-    **extension,
+    options={"bdist_wheel": {"py_limited_api": PYTHON_ABI}} if "ext_modules" in extensions else {},
+    **extensions,
 )
