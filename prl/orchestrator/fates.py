@@ -47,7 +47,9 @@ class TaskLog:
     def sync(self) -> None:
         if self._pending:
             data = b"".join(line + b"\n" for line in self._pending)
+            before = os.fstat(self._fd).st_size
             if (n := os.write(self._fd, data)) != len(data):
+                os.ftruncate(self._fd, before)  # `close` tries again, and must find no half of it
                 raise OSError(f"tasks.jsonl: {n} of {len(data)} bytes written (disk full?)")
             self._pending.clear()
             os.fsync(self._fd)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import resource
+import signal
 from pathlib import Path
 
 import msgspec
@@ -140,6 +142,24 @@ def test_fates_are_on_disk_only_once_they_are_synced(tmp_path: Path) -> None:
     (record,) = read(tmp_path / "tasks.jsonl")
     assert record["members"] == [[1, "a"]] and record["reason"] == "timed_out" and "step" not in record
     assert open_members([(3, 1), (1, 0), (3, 0)]) == [(1, [0]), (3, [0, 1])]
+
+
+def test_a_full_disk_leaves_no_half_of_what_is_written_again_at_the_end(tmp_path: Path) -> None:
+    path = tmp_path / "tasks.jsonl"
+    log = TaskLog(path)
+    log.fates([Fate("failed", i, ((0, f"r{i}"),), "timed_out") for i in range(3)])
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    heard = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (150, limits[1]))
+        with pytest.raises(OSError, match=r"tasks.jsonl: 150 of \d+ bytes written"):
+            log.sync()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, heard)
+    log.close()  # somebody made room
+    assert [r["seq"] for r in read(path)] == [0, 1, 2]
+    assert TaskLog(path).seq == 3, "the run can go on"
 
 
 STATE = State(
