@@ -45,7 +45,11 @@ def command(
     if audit:
         from prl.orchestrator.audit import audit as audit_run
 
-        found = audit_run(run)
+        try:
+            found = audit_run(run)
+        except (ConfigError, OSError) as e:
+            print(e, file=sys.stderr)
+            raise typer.Exit(2) from None
         print(found)
         raise typer.Exit(0 if found.ok else 1)
     from prl.monitor.report import write_report

@@ -56,7 +56,7 @@ def audit(run: RunDir) -> AuditReport:
     rules = Rules.of(load_resolved(run.config_path))
     try:
         versions = VersionLog(run / "versions.jsonl")
-        entries, records = ledger.read(run / "ledger.jsonl"), ledger.read(run / "tasks.jsonl")
+        entries, records = _resumed(ledger.read(run / "ledger.jsonl"), ledger.read(run / "tasks.jsonl"))
         steps = _steps(report, ledger.surviving(entries), versions)
         kept = fates.surviving(records)
         _batches(report, steps, [r for r in kept if r["kind"] == "cut"], rules)
@@ -76,6 +76,20 @@ def audit(run: RunDir) -> AuditReport:
         "records voided": len(records) - len(kept) - resumes,
     }
     return report
+
+
+def _resumed(entries: list[dict[str, Any]], records: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Both files as they are once trainer and orchestrator have recorded the last resume: either may end before it has."""
+    ends = [max((r["t"] for r in file), default=0.0) for file in (entries, records)]
+    by_trainer, by_orchestrator = ([r for r in file if r["kind"] == "resume"] for file in (entries, records))
+    if by_orchestrator and by_orchestrator[-1]["t"] > ends[0]:
+        entries = [*entries, by_orchestrator[-1]]
+    elif by_trainer and by_trainer[-1]["t"] > ends[1]:
+        step = by_trainer[-1]["step"]
+        seqs = [r["seq"] for r in fates.surviving(records) if r["kind"] == "cut" and r["step"] == step]
+        if seqs or not step:
+            records = [*records, {**by_trainer[-1], "from": seqs[-1] + 1 if seqs else 0}]
+    return entries, records
 
 
 def _broken(report: AuditReport, rule: str, text: str, ids: Iterable[Any] = ()) -> None:

@@ -165,6 +165,12 @@ def test_measurements_are_shown_where_a_file_is_given(tmp_path: Path, capsys: py
     assert main([str(run.root), "--measurements", str(tmp_path / "none.json")]) == 2
 
 
+def test_an_audit_under_a_damaged_configuration_is_a_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.yaml").write_text("{")
+    assert main([str(tmp_path), "--audit"]) == 2
+    assert "not valid YAML" in capsys.readouterr().err
+
+
 def test_the_command_names_a_wrong_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path)]) == 2
     assert "no config.yaml in it" in capsys.readouterr().err

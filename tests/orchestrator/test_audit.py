@@ -11,7 +11,10 @@ import orjson
 import pytest
 
 from prl.orchestrator.audit import audit
+from prl.orchestrator.fates import TaskLog
+from prl.trainer import ledger
 from prl.transport.run_dir import RunDir
+from prl.transport.versions import VersionLog
 from tests.orchestrator.rig import config, finish, running
 
 Record = dict[str, Any]
@@ -111,6 +114,24 @@ def test_a_damaged_or_foreign_checkpoint_is_named(whole: Path, tmp_path: Path) -
     half = newest.with_name("step_9") / "orchestrator.bin"
     half.write_bytes(half.read_bytes()[:-1])
     assert any("orchestrator.bin" in p for p in audit(RunDir(tmp_path / "run")).problems)
+
+
+@pytest.mark.parametrize("first", ["trainer", "orchestrator"])
+def test_a_resume_that_only_one_of_both_came_to_record_breaks_no_rule(whole: Path, tmp_path: Path, first: str) -> None:
+    """Step 4 is given up for the checkpoint of step 2, and the other one dies before it says so."""
+    shutil.copytree(whole, tmp_path / "run")
+    run = RunDir(tmp_path / "run")
+    cut = last(ledger.read(run / "tasks.jsonl"), kind="cut", step=3)
+    shutil.rmtree(run / "checkpoints" / "step_4")
+    if first == "trainer":
+        lineage = VersionLog(run / "versions.jsonl").lineage(3)
+        ledger.Ledger(run / "ledger.jsonl").resume(step=3, lineage=lineage)
+    else:
+        log = TaskLog(run / "tasks.jsonl")
+        log.add("resume", step=3, **{"from": cut["seq"] + 1})
+        log.close()
+    report = audit(run)
+    assert report.ok and report.counts["steps"] == 3, str(report)
 
 
 def test_a_run_that_has_just_begun_has_nothing_to_answer_for(tmp_path: Path) -> None:
