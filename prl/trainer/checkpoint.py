@@ -127,6 +127,8 @@ def verify(folder: Path, part: str = "") -> Manifest:
             raise CheckpointError(f"{path}: {size} bytes, the manifest says {expected.size}: cut or changed")
         if _checksum(path) != expected.checksum:
             raise CheckpointError(f"{path}: its checksum is not the manifest's: damaged")
+    if folder.name != (name := f"step_{manifest.step}"):
+        raise CheckpointError(f"{folder / MANIFEST}: says step {manifest.step}, so its folder was {name}: renamed or damaged")
     return manifest
 
 

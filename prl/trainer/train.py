@@ -14,6 +14,7 @@ from prl.kernels import registry
 from prl.monitor.metrics import Metrics
 from prl.monitor.status import Status
 from prl.samples import Batch
+from prl.trainer.checkpoint import CheckpointError
 from prl.trainer.ledger import Ledger
 from prl.trainer.nonfinite import Guard
 from prl.trainer.state import TrainState
@@ -21,7 +22,7 @@ from prl.trainer.step import Stepper, StepReport
 from prl.trainer.store import DONE, EXPECTED, FAILED, SAVED, open_state, save_state, write_model
 from prl.transport.batches import BatchClient, BatchError, Finish
 from prl.transport.run_dir import RunDir
-from prl.transport.versions import VersionLog
+from prl.transport.versions import VersionError, VersionLog
 from prl.transport.weights import WeightStore
 
 log = logging.getLogger(__name__)
@@ -95,11 +96,22 @@ class Trainer:
         run, config = self.run_dir, self.config
         start = run / "sft" / "model" if config.sft is not None else config.model.path
         state = open_state(run, config, config.trainer.optim, self.mesh, start)
+        if state.step and not self._known(state):
+            raise CheckpointError(
+                f"{self.versions.path}: does not say that version {state.version} is of step {state.step}, as the newest "
+                "checkpoint does: cut, damaged or of another run; ids would be used twice"
+            )
         if self.ledger is not None and self.versions.current() is not None:
             state.lineage = self.versions.lineage(state.step)
             self.ledger.resume(step=state.step, lineage=state.lineage)
             self.metrics.log("event", name="resume", step=state.step, lineage=state.lineage)
         return state
+
+    def _known(self, state: TrainState) -> bool:
+        try:
+            return self.versions.step_of(state.version) == state.step
+        except VersionError:
+            return False
 
     def _publish(self) -> float:
         """A new version of the weights, its id on disk first. Returns the seconds it took."""

@@ -155,6 +155,11 @@ def damage_mode(folder: Path) -> None:
     (folder / TRAINER).chmod(0o777)
 
 
+def damage_name(folder: Path) -> None:
+    path = folder / "manifest.json"
+    path.write_text(path.read_text().replace('"step": 2', '"step": 3'))
+
+
 def damage_manifest(folder: Path) -> None:
     (folder / "manifest.json").write_text('{"step": 2}')
 
@@ -168,6 +173,7 @@ def damage_manifest(folder: Path) -> None:
         (damage_metadata, r"\.metadata: \d+ bytes"),
         (damage_mode, "mode 777; expected owner .* pickle"),
         (damage_manifest, "manifest.json: cannot be read"),
+        (damage_name, "says step 3, so its folder was step_3"),
     ],
 )
 def test_damage_is_named_before_anything_is_read(

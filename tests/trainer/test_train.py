@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -150,6 +151,17 @@ async def test_killed_between_checkpoints_a_run_resumes_bit_for_bit(tmp_path: Pa
     entries = ledger.read(run / "ledger.jsonl")
     assert [(e["kind"], e["step"]) for e in entries[2:5]] == [("step", 3), ("resume", 2), ("step", 3)]
     assert {e["lineage"] for e in ledger.surviving(entries)} == {0, 1}
+
+
+async def test_a_version_log_that_does_not_know_the_checkpoint_is_refused(tmp_path: Path, undisturbed: RunDir) -> None:
+    run = RunDir(shutil.copytree(undisturbed.root, tmp_path / "run"))
+    lines = (run / "versions.jsonl").read_bytes().splitlines(keepends=True)
+    entries = ledger.read(run / "ledger.jsonl")
+    for kept in (0, 3):  # its ids would be given out again
+        (run / "versions.jsonl").write_bytes(b"".join(lines[:kept]))
+        assert await start(run, config()) == 1
+        assert "versions.jsonl: does not say that version 5 is of step 5" in records(run, "event")[-1]["error"]
+    assert ledger.read(run / "ledger.jsonl") == entries
 
 
 async def test_killed_before_the_first_checkpoint_a_run_starts_over(tmp_path: Path, undisturbed: RunDir) -> None:
