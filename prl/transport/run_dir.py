@@ -15,6 +15,8 @@ import orjson
 from prl.monitor.metrics import Metrics
 from prl.monitor.status import Status
 
+SECRET_LENGTH = 64
+
 
 class RunDir:
     """Paths below `root` (mode 0700): config.yaml, secret (0600), metrics.jsonl, status/, logs/, rendezvous/, checkpoints/,
@@ -32,7 +34,7 @@ class RunDir:
             (self.root / name).mkdir(exist_ok=True, mode=0o700)
         if not self.secret_path.exists():
             fd = os.open(self.secret_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            os.write(fd, secrets.token_hex(32).encode())
+            os.write(fd, secrets.token_hex(SECRET_LENGTH // 2).encode())
             os.close(fd)
         return self
 
@@ -52,7 +54,10 @@ class RunDir:
         mode = self.secret_path.stat().st_mode & 0o777
         if mode & 0o077:
             raise PermissionError(f"{self.secret_path}: mode {mode:o}, expected 600 (chmod 600 it)")
-        return self.secret_path.read_text().strip()
+        secret = self.secret_path.read_text().strip()
+        if len(secret) < SECRET_LENGTH:  # cut by a full disk or a lost write: too easy to guess
+            raise OSError(f"{self.secret_path}: {len(secret)} characters, expected {SECRET_LENGTH}; remove it to get a new one")
+        return secret
 
     @property
     def id(self) -> str:
@@ -77,7 +82,11 @@ class RunDir:
     def stages(self) -> dict[str, dict[str, Any]]:
         """What was run so far: stage to {"wall_s": seconds over all lives of the run, "done"}."""
         path = self.root / "stages.json"
-        return orjson.loads(path.read_bytes()) if path.exists() else {}
+        try:
+            stages = orjson.loads(path.read_bytes()) if path.exists() else {}
+            return {name: {"wall_s": float(stage["wall_s"]), "done": bool(stage["done"])} for name, stage in stages.items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as e:
+            raise OSError(f"{path}: damaged: {e!r}; remove it, and every stage goes on from its last checkpoint") from e
 
     def record_stage(self, name: str, wall_s: float, *, done: bool) -> None:
         """Add `wall_s` to a stage."""

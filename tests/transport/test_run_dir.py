@@ -24,6 +24,22 @@ def test_the_folder_is_private_and_keeps_its_secret(tmp_path: Path) -> None:
         _ = run.secret
 
 
+@pytest.mark.parametrize("left", ["", "abcdef"])
+def test_a_secret_cut_short_is_refused(tmp_path: Path, left: str) -> None:
+    run = RunDir(tmp_path).create()
+    run.secret_path.write_text(left)
+    with pytest.raises(OSError, match=f"secret: {len(left)} characters, expected 64; remove it"):
+        _ = run.create().secret
+
+
+@pytest.mark.parametrize("text", ["", '{"rl', "[1]", '{"rl": 5}', '{"rl": {}}'])
+def test_damaged_stage_times_are_named(tmp_path: Path, text: str) -> None:
+    run = RunDir(tmp_path).create()
+    (tmp_path / "stages.json").write_text(text)
+    with pytest.raises(OSError, match="stages.json: damaged: .*; remove it"):
+        run.stages()
+
+
 def test_roles_find_each_other(tmp_path: Path) -> None:
     run = RunDir(tmp_path).create()
     waits: list[float] = []
