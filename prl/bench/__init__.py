@@ -1,12 +1,21 @@
-"""`python -m prl.bench`: measurements that compare things in one run on one machine (docs/bench.md)."""
+"""Measurements: `python -m prl.bench`."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """The command, for `prl bench`; exit codes in prl.bench.__main__."""
-    from prl.bench.__main__ import main as command
+    """Exit code as `prl.bench.command.HELP` says.
 
-    return command(args)
+    `gpu` is apart: it runs on nodes where nothing but torch, triton and NumPy is installed.
+    """
+    given = list(sys.argv[1:] if args is None else args)
+    if given[:1] == ["gpu"]:
+        from prl.bench.gpu import main as on_gpu
+
+        return on_gpu(given[1:])
+    from prl.bench.command import main as command
+
+    return command(given)

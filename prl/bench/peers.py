@@ -112,7 +112,7 @@ def rows_of(prl: Sequence[Peer], trl: Sequence[Peer]) -> list[Row]:
         ours, theirs = [of(p) for p in prl], [of(p) for p in trl]
         a, b = median(ours), median(theirs)
         return [
-            Row(f"prl: {name}", a, unit, quartiles(ours), ratio(a, b), "TRL's", goal, timed),
+            Row(f"prl: {name}", a, unit, quartiles(ours), ratio(a, b), "TRL's", goal, timed=timed),
             Row(f"TRL: {name}", b, unit, quartiles(theirs), timed=timed),
         ]
 

@@ -52,6 +52,10 @@ class Row:
     ratio: float | None = None
     against: str = ""
     goal: Goal | None = None
+    ratio_quartiles: tuple[float, float] | None = None
+    """The same of what `ratio` is the median of."""
+    about: Mapping[str, str] = field(default_factory=dict)
+    """What the row is of, for whoever reads the JSON: op, shape, backend."""
     timed: bool = True
     """Depends on who else uses the machine: a goal on it is judged on a quiet machine only."""
 
@@ -94,10 +98,12 @@ class Result:
             verdict = self.verdict(row)
             met = None if verdict in (None, "not judged") else verdict == "met"
             quartiles = row.quartiles and list(row.quartiles)
+            spread = row.ratio_quartiles and list(row.ratio_quartiles)
             goal = None if row.goal is None else str(row.goal)
             rows.append(
                 {"name": row.name, "value": row.value, "unit": row.unit, "quartiles": quartiles, "ratio": row.ratio}
-                | {"against": row.against or None, "goal": goal, "met": met, "verdict": verdict}
+                | {"ratio_quartiles": spread, "against": row.against or None, "goal": goal, "met": met, "verdict": verdict}
+                | dict(row.about)
             )
         return {
             "bench": self.bench,
@@ -120,10 +126,12 @@ class Result:
         for row in self.rows:
             verdict = self.verdict(row)
             spread = "" if row.quartiles is None else f" ({shown(row.quartiles[0])} – {shown(row.quartiles[1])})"
+            low_high = row.ratio_quartiles
+            ratios = "" if low_high is None else f" ({low_high[0]:.2f} – {low_high[1]:.2f})"
             out.add_row(
                 row.name,
                 f"{shown(row.value)}{spread} {row.unit}".rstrip(),
-                "" if row.ratio is None else f"{row.ratio:.2f} × {row.against}",
+                "" if row.ratio is None else f"{row.ratio:.2f}{ratios} × {row.against}",
                 "" if verdict is None else f"{row.goal}: [{colours[verdict]}]{verdict}[/]",
             )
         return out

@@ -13,8 +13,8 @@ from prl.bench.rows import NOT_JUDGED
 from prl.bench.runs import BenchError, run_job
 
 
-def test_without_arguments_it_says_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([]) == 0
+def test_help_says_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
     out = capsys.readouterr().out
     assert all(f"\n  {name} " in out for name in ("pipeline", "peers", "seeds"))
 

@@ -66,6 +66,7 @@ def test_json_goes_to_the_file_or_alone_to_stdout(tmp_path: Path, capfd: pytest.
         "unit": "per s",
         "quartiles": None,
         "ratio": 1.5,
+        "ratio_quartiles": None,
         "against": "slow",
         "goal": ">= 1.3",
         "met": True,

@@ -1,0 +1,173 @@
+"""The command line of `python -m prl.bench`: measure, print a table, compare with goals."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from prl.bench.rows import Result, publish
+from prl.bench.runs import BenchError
+from prl.config.load import ConfigError
+
+FAILED, CONFIG = 1, 2
+DEMO = "configs/demo.yaml"
+
+HELP = """Measure things against each other in one run on this machine.
+
+Exit codes: 0 every goal was met, 1 one was missed or a run failed, 2 wrong usage, 3 goals were not judged because other work
+uses the machine (the figures are printed all the same). docs/bench.md says what each figure is.
+
+Without a command it measures each kernel beside the best plain-torch way to do the same, in under two minutes.
+
+\b
+Examples:
+  python -m prl.bench
+  python -m prl.bench --only route --json -
+  python -m prl.bench --status
+  python -m prl.bench gpu --budget 240
+  python -m prl.bench pipeline
+  python -m prl.bench pipeline --json - | jq '.rows[] | select(.goal)'
+  python -m prl.bench pipeline sft=null model.architecture=null model.path=outputs/demo-0/sft/model
+"""
+
+app = typer.Typer(help=HELP, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+Run = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[CONFIG] [KEY=VALUE]…", help="YAML file of the run, and values that replace its own."),
+]
+Json = Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write the result there too; - for stdout.")]
+
+
+def _of(run: list[str] | None, config: str) -> tuple[Path, list[str]]:
+    """The file, `config` unless the first argument is one, and the overrides."""
+    given = list(run or [])
+    return Path(given.pop(0) if given and "=" not in given[0] else config), given
+
+
+def _give(measure: Callable[[], Result], json_to: str | None) -> None:
+    """Measure, publish, and end with the exit code."""
+    try:
+        code = publish(measure(), json_to)
+    except ConfigError as e:
+        print(e, file=sys.stderr)
+        raise typer.Exit(CONFIG) from None
+    except (BenchError, OSError) as e:
+        print(f"failed: {e}", file=sys.stderr)
+        raise typer.Exit(FAILED) from None
+    raise typer.Exit(code)
+
+
+@app.callback(invoke_without_command=True)
+def ops(
+    context: typer.Context,
+    only: Annotated[str, typer.Option(help="Measure the kernels whose row has this in its name.")] = "",
+    status: Annotated[bool, typer.Option("--status", help="Show each kernel's backend here, and why not another.")] = False,
+    json: Json = None,
+) -> None:
+    if context.invoked_subcommand is not None:
+        return
+    if status:
+        print_status()
+        return
+    from prl.bench.ops import measure
+
+    _give(lambda: measure(only), json)
+
+
+def print_status() -> None:
+    import torch
+    from rich.console import Console
+    from rich.table import Table
+
+    import prl.kernels.experts
+    import prl.kernels.indexer
+    import prl.kernels.lm_head
+    import prl.kernels.router  # noqa: F401
+    from prl.kernels.registry import PREFERENCE, status
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    table = Table("kernel", *PREFERENCE, title=f"backends for tensors on {device}", title_justify="left")
+    states: dict[str, dict[str, str]] = {}
+    for op, backend, state in status(device):
+        states.setdefault(op, {})[backend] = state
+    reasons = dict.fromkeys(
+        (backend, state) for row in states.values() for backend, state in row.items() if state not in ("chosen", "available")
+    )
+    notes = {key: f"no ({i})" for i, key in enumerate(reasons, 1)}
+    for op, row in states.items():
+        table.add_row(op, *(notes.get((b, row.get(b, "")), row.get(b, "–")) for b in PREFERENCE))
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    console.print(table)
+    for (backend, state), note in notes.items():
+        console.print(f"{note[3:]} {backend}: {state}", markup=False)
+
+
+Repeats = Annotated[int, typer.Option(min=1, help="Runs of each that are compared.")]
+
+
+@app.command()
+def pipeline(
+    run: Run = None,
+    steps: Annotated[int, typer.Option(min=2, help="Optimizer steps of a run.")] = 14,
+    warmup: Annotated[int, typer.Option(min=1, help="Of these the first that do not count.")] = 3,
+    repeats: Repeats = 2,
+    json: Json = None,
+) -> None:
+    """The main job, asynchronous beside synchronous: speed, waits, memory; mismatch with router replay on and off."""
+    from prl.bench.pipeline import measure
+
+    _give(lambda: measure(*_of(run, DEMO), steps=steps, warmup=warmup, repeats=repeats), json)
+
+
+@app.command()
+def seeds(
+    run: Run = None,
+    seed: Annotated[list[int] | None, typer.Option(help="Give it as often as you like; default 0, 1 and 2.")] = None,
+    json: Json = None,
+) -> None:
+    """What the demo learns under several seeds (`make demo-seeds`); the runs stay in run.dir."""
+    from prl.bench.seeds import measure
+
+    _give(lambda: measure(*_of(run, DEMO), seeds=seed or (0, 1, 2)), json)
+
+
+@app.command()
+def peers(
+    run: Run = None,
+    python: Annotated[Path, typer.Option(help="Interpreter of the environment that has TRL.")] = Path(".venv-peers/bin/python"),
+    steps: Annotated[int, typer.Option(min=2, help="Optimizer steps of a run.")] = 30,
+    warmup: Annotated[int, typer.Option(min=1, help="Of these the first that do not count.")] = 5,
+    repeats: Repeats = 3,
+    experts: Annotated[
+        str, typer.Option(help="TRL's experts implementation (eager, batched_mm, grouped_mm); empty: its default.")
+    ] = "",
+    json: Json = None,
+) -> None:
+    """Rollouts per second beside TRL's GRPOTrainer (`make bench-peers` sets up its environment)."""
+    from prl.bench.peers import measure
+
+    if not python.exists():
+        print(f"--python: {python} is not there; `make bench-peers` makes the environment", file=sys.stderr)
+        raise typer.Exit(CONFIG)
+    _give(
+        lambda: measure(python, *_of(run, "bench/peers.yaml"), steps=steps, warmup=warmup, repeats=repeats, experts=experts),
+        json,
+    )
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Exit code as in HELP."""
+    # So that a run that is under way ends with its bench, and temporary folders go.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        app(args=args, prog_name="python -m prl.bench")
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
