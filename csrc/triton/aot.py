@@ -41,10 +41,13 @@ def shipped(op: str, function: Any, signature: dict[str, str], *, bandwidth: boo
     """
     table = config(op)
     warps, stages = table.pop("num_warps"), table.pop("num_stages", 1)
+    options = {"enable_fp_fusion": False} | ({"maxnreg": table.pop("maxnreg")} if "maxnreg" in table else {})
     general = {p.name for p in getattr(function, "params", ()) if p.do_not_specialize}
     aligned = tuple(n for n, kind in signature.items() if kind != "fp32" and n not in general)
     label = ",".join((f"{op}.{function.__name__}", *signature.values(), *(f"{k}={v}" for k, v in constexprs.items())))
-    return Aot(label, function, signature, {**table, **constexprs}, aligned, warps, stages, sixteen_byte_access=bandwidth)
+    return Aot(
+        label, function, signature, {**table, **constexprs}, aligned, warps, stages, options, sixteen_byte_access=bandwidth
+    )
 
 
 def compile_for_hopper(aot: Aot) -> Any:

@@ -16,5 +16,5 @@ def _table() -> dict[str, dict[str, int]]:
 
 
 def config(op: str) -> dict[str, int]:
-    """The configuration of `op`: constexprs by their names in the kernel, num_warps and num_stages. Raises KeyError."""
+    """The configuration of `op`: constexprs by name, num_warps, num_stages and maxnreg. Raises KeyError."""
     return dict(_table()[op])

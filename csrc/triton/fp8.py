@@ -52,12 +52,39 @@ def block_scale(amax_bits, POW2: tl.constexpr):
     """(scale, its reciprocal), float32, of blocks whose largest `magnitude` is given; both NaN where that is not finite."""
     finite = amax_bits < INFINITY_BITS
     amax = tl.where(finite, amax_bits, 0).to(tl.float32, bitcast=True)
-    bits = tl.maximum(tl.math.div_rn(amax, 448.0).to(tl.int32, bitcast=True), 1 << 23)
+    bits = tl.maximum(_over_448(amax).to(tl.int32, bitcast=True), 1 << 23)
     if POW2:
         bits = ((bits + 0x7FFFFF) >> 23) << 23
-    scale = tl.where(amax == 0, 1.0, bits.to(tl.float32, bitcast=True))
-    scale = tl.where(finite, scale, float("nan"))
-    return scale, tl.math.div_rn(1.0, scale)
+    bits = tl.where(amax_bits == 0, 0x3F800000, bits)
+    scale = bits.to(tl.float32, bitcast=True)
+    reciprocal = ((254 << 23) - bits).to(tl.float32, bitcast=True) if POW2 else _reciprocal(scale)
+    return tl.where(finite, scale, float("nan")), tl.where(finite, reciprocal, float("nan"))
+
+
+@triton.jit
+def _over_448(amax):
+    """amax / 448 as rounded by division, or below 2^-126 where that is. A thread divides for many blocks: no slow path."""
+    if HARDWARE:
+        # the quotient by the rounded reciprocal, corrected by its remainder (checked for every mantissa)
+        quotient = amax * 0.002232142857142857
+        return tl.fma(tl.fma(-quotient, 448.0, amax), 0.002232142857142857, quotient)
+    else:
+        return tl.math.div_rn(amax, 448.0)
+
+
+@triton.jit
+def _reciprocal(scale):
+    """1 / scale as rounded by division, for finite scales from 2^-126 to 2^120, whose reciprocals are normal."""
+    if HARDWARE:
+        # Two Newton steps from up to three units off round right (checked for every mantissa) but for that of all ones, whose
+        # reciprocal lies just above the middle of two numbers: they end one unit short.
+        y = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [scale], dtype=tl.float32, is_pure=True, pack=1)
+        y = tl.fma(y, tl.fma(-scale, y, 1.0), y)
+        y = tl.fma(y, tl.fma(-scale, y, 1.0), y)
+        ones = (scale.to(tl.int32, bitcast=True) & 0x7FFFFF) == 0x7FFFFF
+        return (y.to(tl.int32, bitcast=True) + ones.to(tl.int32)).to(tl.float32, bitcast=True)
+    else:
+        return tl.math.div_rn(1.0, scale)
 
 
 @triton.jit

@@ -174,7 +174,7 @@ def _combine_backward_reference(
 ) -> tuple[Tensor, Tensor]:
     """d_rows[r] = weight · d_out[its token], d_weights[t, k] = ⟨d_out[t], rows[position]⟩."""
     d_out_RD = _permute_reference(d_out_TD, source_R, position_TK).to(weights_TK.dtype)
-    weights_R = weights_TK.flatten().index_select(0, source_R.clamp(min=0))
+    weights_R = weights_TK.flatten().index_select(0, source_R.clamp(min=0)).masked_fill_(source_R < 0, 0)
     slope_R = (d_out_RD * rows_RD).sum(-1)
     found_TK = slope_R[position_TK.clamp(min=0)] if len(slope_R) else torch.zeros_like(weights_TK)
     d_weights_TK = found_TK.masked_fill(position_TK < 0, 0)

@@ -124,3 +124,48 @@ def quantisers(
 def transposes(device: str, experts: int, n: int, k: int) -> Iterator[Case]:
     codes = torch.arange(experts * n * k, dtype=torch.int64).remainder(251).to(torch.uint8).view(experts, n, k)
     yield Case("transpose_codes", f"{experts}x{n}x{k}", (codes.view(torch.float8_e4m3fn).to(device),), exactly)
+
+
+def ids(device: str, tokens: int, k: int, experts: int, *, missing: bool = True, seed: int = 0) -> Tensor:
+    """Skewed routes with repeats, some experts without any, and with `missing` some slots of no expert."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = (torch.rand(tokens, k, generator=generator) ** 3 * experts).long().clamp(max=max(experts - 1, 0))
+    drawn = torch.where(drawn % 5 == 2, 0, drawn)
+    if missing or not experts:
+        drawn[torch.rand(tokens, k, generator=generator) < (0.2 if experts else 2)] = -1
+    return drawn.to(device)
+
+
+def sorts(device: str, tokens: int, k: int, experts: int) -> Iterator[Case]:
+    for align in (1, 128):
+        for missing in (False, True):
+            args = (ids(device, tokens, k, experts, missing=missing), experts, align)
+            yield Case("sort_rows", f"{tokens}x{k}-{experts}-align{align}{'-missing' * missing}", args, exactly)
+
+
+def movements(device: str, tokens: int, k: int, experts: int, width: int, dtype: torch.dtype) -> Iterator[Case]:
+    """permute, combine and its backward; with a width that is a multiple of 128 also permute_quantise."""
+    label = f"{tokens}x{k}-{experts}-{width}-{str(dtype).removeprefix('torch.')}"
+    routes = ids(device, tokens, k, experts)
+    weights = normal(device, tokens, k, seed=1)
+    source, position, _, _ = registry._OPS["sort_rows"].reference(routes, experts, 128)
+    rows = normal(device, len(source), width, dtype=dtype, seed=2)
+    yield Case("permute", label, (awkward(device, tokens, width, dtype=dtype), source, position), exactly)
+    for given in (None, weights):
+        yield Case("combine", f"{label}{'' if given is None else '-weighted'}", (rows, given, source, position), exactly)
+    d_out = normal(device, tokens, width, dtype=dtype, seed=3)
+    yield Case("combine_backward", label, (d_out, rows, weights, source, position), _combine_backward(width))
+    if width % 128 == 0:
+        for columns, pow2 in ((False, False), (True, False), (True, True)):
+            x = awkward(device, tokens, width, dtype=dtype)
+            name = f"{label}{'-columns' * columns}{'-pow2' * pow2}"
+            yield Case("permute_quantise", name, (x, source, position, columns, pow2), exactly)
+
+
+def _combine_backward(width: int) -> Callable[[Outputs, Outputs], None]:
+    def agree(got: Outputs, want: Outputs) -> None:
+        exactly(got[:1], want[:1])
+        # sums of `width` products of normally distributed numbers, in another order
+        torch.testing.assert_close(got[1], want[1], rtol=1e-6, atol=1e-6 * width**0.5)
+
+    return agree

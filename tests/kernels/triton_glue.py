@@ -8,6 +8,9 @@ import torch
 import prl_triton
 from tests.kernels import cases
 
+for op, sizes in {"permute": {"ROWS": 128}, "combine": {"TOKENS": 32}, "combine_backward": {"ROWS": 128}}.items():
+    configs._table()[op].update(sizes)  # results do not depend on tiles, the time here does
+
 BF16, F32 = torch.bfloat16, torch.float32
 
 
@@ -19,6 +22,11 @@ def glue() -> Iterator[cases.Case]:
         yield from cases.quantisers("cpu", *shape, F32)
     for shape in ((2, 128, 256), (3, 37, 200), (0, 128, 128), (2, 0, 128)):
         yield from cases.transposes("cpu", *shape)
+    for sizes in ((150, 8, 70), (40, 2, 3), (7, 3, 0), (0, 8, 5), (5, 0, 4)):
+        yield from cases.sorts("cpu", *sizes)
+    for sizes in ((70, 3, 2, 256), (9, 3, 1, 100), (3, 2, 0, 128), (0, 2, 3, 128), (3, 0, 2, 128)):
+        for dtype in (BF16, F32):
+            yield from cases.movements("cpu", *sizes, dtype)
 
 
 @pytest.mark.parametrize("case", list(glue()), ids=str)
