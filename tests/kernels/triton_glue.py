@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import prl_triton
+from prl_triton import configs
 from tests.kernels import cases
 
 for op, sizes in {"permute": {"ROWS": 128}, "combine": {"TOKENS": 32}, "combine_backward": {"ROWS": 128}}.items():
