@@ -47,6 +47,9 @@ def command(
     json: Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write the numbers too; - for stdout.")] = None,
 ) -> None:
     folder = source if source.is_dir() else None
+    if json not in (None, "-") and not Path(json).parent.is_dir():  # said now, not after the evaluation
+        print(f"--json {json}: no folder {Path(json).parent}", file=sys.stderr)
+        raise typer.Exit(2)
     try:
         config = load(folder / "config.yaml" if folder else source, overrides or ())
         chosen = model or _model_of(folder, config)
@@ -59,7 +62,11 @@ def command(
     if json == "-":
         sys.stdout.buffer.write(data)
     elif json is not None:
-        Path(json).write_bytes(data)
+        try:
+            Path(json).write_bytes(data)
+        except OSError as e:
+            print(f"--json {json}: cannot be written: {e.strerror}", file=sys.stderr)
+            raise typer.Exit(1) from None
     raise typer.Exit(0 if result.complete else 1)
 
 

@@ -157,6 +157,8 @@ def test_the_command_and_the_control_write_their_numbers(tmp_path: Path, capsys:
         assert main([*both, override]) == 0
         lengths.append(orjson.loads(capsys.readouterr().out)["response_length"])
     assert lengths[0] != lengths[1]
+    for path, code, words in ((tmp_path / "no" / "x", 2, "no folder"), (tmp_path, 1, "cannot be written: Is a directory")):
+        assert main([*both[:3], "--json", str(path), "evaluation.tasks=1"]) == code and words in capsys.readouterr().err
     assert main([*both, "inference.engine=vllm"]) == 2
     assert "inference.engine: no command starts vLLM yet" in capsys.readouterr().err
     assert control(run, c, 0, threading.Event()) == 0
