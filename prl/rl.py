@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import sys
@@ -114,6 +115,13 @@ def execute(run: RunDir, config: RunConfig, *, reopen: bool = False, without: Co
         lock.release()
 
 
+def interpreter() -> str:
+    """What a user types for this Python: `python` where that finds it, else its path."""
+    if shutil.which("python") == sys.executable:
+        return "python"
+    return os.path.relpath(sys.executable) if Path(sys.executable).is_relative_to(Path.cwd()) else sys.executable
+
+
 def tell(run: RunDir, state: State, command: str = "prl.rl") -> None:
     """Why the run ended before it was done, and how to go on."""
     if state.phase == "failed":
@@ -128,9 +136,9 @@ def tell(run: RunDir, state: State, command: str = "prl.rl") -> None:
         reason = (run.read_status("orchestrator") or {}).get("reason", state.cause)
         say(f"saved before the run was done: {reason}")
     if state.code == CONFIG:  # the stored configuration is wrong; going on without a change would end the same way
-        say(f"mend it with: python -m {command} --resume {run.root} KEY=VALUE")
+        say(f"mend it with: {interpreter()} -m {command} --resume {run.root} KEY=VALUE")
     else:
-        say(f"continue with: python -m {command} --resume {run.root}")
+        say(f"continue with: {interpreter()} -m {command} --resume {run.root}")
 
 
 def report(run: RunDir) -> None:

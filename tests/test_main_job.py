@@ -205,7 +205,7 @@ def test_what_only_a_role_can_find_wrong_with_a_configuration_ends_with_2(job: C
     one = job("envs=[{name: letters, kind: 'letters:Latters'}]").start()
     said = one.end(2)
     assert "env letters: kind 'letters:Latters': cannot be imported" in said and "Traceback" not in said
-    assert f"mend it with: python -m prl.rl --resume {one.run.root} KEY=VALUE" in said
+    assert "mend it with: " in said and f" -m prl.rl --resume {one.run.root} KEY=VALUE" in said
     said = job("envs=[{name: words, kind: reasoning_gym, options: {dataset: spel_backward}}]", name="b").start().end(2)
     assert "did you mean 'spell_backward'" in said and "Traceback" not in said
 

@@ -369,6 +369,19 @@ def test_every_command_has_help_with_an_example(command: str, capsys: pytest.Cap
     )
 
 
+def test_a_command_to_continue_with_names_the_python_that_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    python = tmp_path / "env" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.symlink_to(sys.executable)
+    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert prl.rl.interpreter() == str(python)
+    monkeypatch.chdir(tmp_path)
+    assert prl.rl.interpreter() == "env/bin/python"
+    monkeypatch.setenv("PATH", str(python.parent))
+    assert prl.rl.interpreter() == "python"
+
+
 def test_the_command_line(start, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     def command(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run([sys.executable, "-m", *arguments], capture_output=True, text=True, cwd=ROOT)
