@@ -9,9 +9,9 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 from prl.inference.engine import Engine, Event
@@ -22,10 +22,16 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 IDLE_SPAN_S = 0.05
+UPDATE_WAIT_S = 20.0
+"""The end of a weight update is waited for no longer: less than a client waits for its answer, so that it is told why."""
 
 
 class EngineStopped(RuntimeError):
     """The engine is no more, so it will not do what was asked of it."""
+
+
+class UpdateUnderWay(RuntimeError):
+    """A weight update has not ended in time."""
 
 
 class Driver(threading.Thread):
@@ -188,23 +194,38 @@ class Updater(threading.Thread):
         failed: Callable[[BaseException], None],
         poll_s: float,
         metrics: Metrics | None = None,
+        wait_s: float = UPDATE_WAIT_S,
     ):
         super().__init__(name="weights", daemon=True)
+        self._wait_s = wait_s
         self._driver, self._store, self._failed, self._poll_s, self._metrics = driver, store, failed, poll_s, metrics
         self._stop_asked, self._busy = threading.Event(), threading.Lock()
         self._held_until = 0.0
 
     def hold(self, deadline_s: float) -> int:
         """Apply no version until `release` or the deadline; waits for the end of an update under way. Returns the version."""
-        with self._busy:
+        with self._between_updates():
             self._held_until = time.monotonic() + deadline_s
             return self._driver.engine.version
 
     def release(self) -> bool:
         """Whether updates were held until now, so that the version has not changed since `hold`."""
-        with self._busy:
+        with self._between_updates():
             held, self._held_until = self.held, 0.0
             return held
+
+    @contextmanager
+    def _between_updates(self) -> Iterator[None]:
+        if not self._busy.acquire(timeout=self._wait_s):
+            engine = self._driver.engine
+            raise UpdateUnderWay(
+                f"{engine.name}: the weight update that follows version {engine.version} has not ended within "
+                f"{self._wait_s:g} s; it reads {self._store.root}"
+            )
+        try:
+            yield
+        finally:
+            self._busy.release()
 
     @property
     def held(self) -> bool:

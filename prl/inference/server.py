@@ -24,7 +24,7 @@ from aiohttp import web
 
 from prl.config.schema import RunConfig
 from prl.inference.api import GenerateRequest
-from prl.inference.driver import Driver, EngineStopped, Updater
+from prl.inference.driver import Driver, EngineStopped, Updater, UpdateUnderWay
 from prl.inference.engine import Engine, Event, RequestError, no_generation
 from prl.inference.wire import FieldError, decode, read_request, write_choice
 from prl.layers.moe import set_precision
@@ -169,6 +169,8 @@ class Server:
             return _error(400, str(e), e.name)
         except EngineStopped as e:
             return _error(503, self.failure or str(e))
+        except UpdateUnderWay as e:
+            return _error(409, str(e))
 
     async def _health(self, _: web.Request) -> web.Response:
         return web.Response(status=503 if self.failure else 200)

@@ -435,6 +435,30 @@ class TestUpdates:
             await wait_for(lambda: server.engine.version == 2)
             assert await client.release_updates("inference-0") is False, "the deadline ended the hold"
 
+    async def test_a_hold_does_not_wait_for_an_update_without_end(
+        self, store: WeightStore, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        loading, go = threading.Event(), threading.Event()
+        load = store.load_latest
+
+        def slow(newer_than: int = -1) -> Any:
+            loading.set()
+            go.wait(60)
+            return load(newer_than)
+
+        monkeypatch.setattr(store, "load_latest", slow)
+        async with serving(store=store) as (server, replica), client_of(replica) as client:
+            assert server.updater is not None
+            server.updater._wait_s = 0.2
+            store.publish(1, 1, make_model(seed=1).state_dict().items())
+            await wait_for(loading.is_set)
+            for ask in (client.hold_updates(replica, 30.0), client.release_updates(replica)):
+                with pytest.raises(EngineError, match=r"409 .*update that follows version 0 has not ended within 0.2 s"):
+                    await ask
+            go.set()
+            await wait_for(lambda: server.engine.version == 1)
+            assert await client.hold_updates(replica, 30.0) == 1
+
     async def test_a_damaged_version_is_skipped_and_the_next_one_taken(self, store: WeightStore, tmp_path: Path) -> None:
         metrics = RunDir(tmp_path / "run").metrics("inference-0")
         async with serving(store=store, metrics=metrics) as (server, replica), client_of(replica) as client:
