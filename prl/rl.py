@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -23,6 +25,8 @@ from prl.transport.run_dir import RunDir
 
 FULL = 1 << 16
 """Bytes; a disk with fewer is taken for the reason of a failure."""
+SAME_S = 0.2
+"""Signals this close are one request: make and timeout pass theirs on beside the terminal's own."""
 
 HELP = """Train a model by asynchronous reinforcement learning, as the configuration says; show how it goes.
 
@@ -43,9 +47,13 @@ class StopRequests:
     """Counts SIGINT, SIGTERM and SIGHUP while it is open."""
 
     count = 0
+    _last = -math.inf
 
     def _heard(self, number: int, frame: FrameType | None) -> None:
-        self.count += 1
+        now = time.monotonic()
+        if now - self._last > SAME_S:
+            self.count += 1
+        self._last = now
 
     def __enter__(self) -> StopRequests:
         self._before = {n: signal.signal(n, self._heard) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}

@@ -203,6 +203,16 @@ def test_a_second_request_kills_at_once(start, tmp_path: Path) -> None:  # type:
     s.assert_nothing_left()
 
 
+def test_a_request_that_comes_twice_at_once_is_one(start) -> None:  # type: ignore[no-untyped-def]
+    s = start()
+    s.running()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        s.process.send_signal(number)
+    assert s.end() == 75
+    assert "second request" not in s.errors
+    s.assert_nothing_left()
+
+
 def test_a_stop_during_the_start_ends_too(start) -> None:  # type: ignore[no-untyped-def]
     s = start(trainer="silent")
     s.until(lambda: s.run.root.exists() and (s.run / "logs" / "trainer.log").exists())
