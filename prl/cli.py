@@ -25,6 +25,16 @@ Examples:
   prl report outputs/demo --audit
 """
 
+
+def exit_code(app: typer.Typer, args: Sequence[str] | None, name: str) -> int:
+    """Run a command line; `args` None: that of the process."""
+    try:
+        app(args=args, prog_name=name)
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
+
+
 app = typer.Typer(help=HELP, add_completion=False, rich_markup_mode=None, no_args_is_help=True)
 
 
@@ -44,11 +54,7 @@ for _name, _help in COMMANDS.items():
 
 def main(args: Sequence[str] | None = None) -> int:
     """The exit code of the command called."""
-    try:
-        app(args=args, prog_name="prl")
-    except SystemExit as end:
-        return int(end.code or 0)
-    return 0
+    return exit_code(app, args, "prl")
 
 
 if __name__ == "__main__":

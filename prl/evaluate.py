@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from prl.cli import exit_code
 from prl.config.load import ConfigError, load
 from prl.config.schema import RunConfig
 from prl.models.spec import SpecError
@@ -164,11 +165,7 @@ def table(result: Evaluation, model: Path) -> Table:
 
 def main(args: Sequence[str] | None = None) -> int:
     """Exit code 0, 1 where the evaluation is incomplete, 2 for a wrong command line, configuration or model."""
-    try:
-        app(args=args, prog_name="python -m prl.evaluate")
-    except SystemExit as end:
-        return int(end.code or 0)
-    return 0
+    return exit_code(app, args, "python -m prl.evaluate")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from prl.cli import exit_code
 from prl.config.load import ConfigError
 from prl.transport.run_dir import RunDir
 
@@ -70,11 +71,7 @@ def command(
 
 def main(args: Sequence[str] | None = None) -> int:
     """Exit code 0, 1 where the audit finds a broken rule, 2 for a wrong command line or folder."""
-    try:
-        app(args=args, prog_name="python -m prl.report")
-    except SystemExit as end:
-        return int(end.code or 0)
-    return 0
+    return exit_code(app, args, "python -m prl.report")
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from typing import Annotated
 
 import typer
 
+from prl.cli import exit_code
 from prl.config.load import ConfigError, Problem, dump, load
 from prl.config.schema import RunConfig
 from prl.launch.local import LocalExecutor, RunBusy, RunLock, usable_cores
@@ -202,11 +203,7 @@ def command(
 
 def main(args: Sequence[str] | None = None) -> int:
     """Exit code 0 done, 2 configuration, 75 saved and resumable, 1 failed."""
-    try:
-        app(args=args, prog_name="python -m prl.rl")
-    except SystemExit as end:
-        return int(end.code or 0)
-    return DONE
+    return exit_code(app, args, "python -m prl.rl")
 
 
 if __name__ == "__main__":

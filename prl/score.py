@@ -19,6 +19,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from prl.cli import exit_code
 from prl.config.schema import DType
 from prl.models.spec import ModelSpec, SpecError, read_spec
 from prl.samples import first_fit_decreasing
@@ -289,11 +290,7 @@ def command(
 
 def main(args: Sequence[str] | None = None) -> int:
     """Exit code 0, or 2 for a wrong command line, model folder or token file."""
-    try:
-        app(args=args, prog_name="python -m prl.score")
-    except SystemExit as end:
-        return int(end.code or 0)
-    return 0
+    return exit_code(app, args, "python -m prl.score")
 
 
 if __name__ == "__main__":

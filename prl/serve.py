@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from prl.cli import exit_code
 from prl.config.load import ConfigError, load
 from prl.config.schema import Model, RunConfig
 from prl.models.spec import SpecError
@@ -102,11 +103,7 @@ def _serve(config: RunConfig, host: str, port: int, run: RunDir) -> int:
 
 def main(args: Sequence[str] | None = None) -> int:
     """Exit code 0 when stopped, 2 for a wrong command line, configuration or model, 1 when it could not listen or failed."""
-    try:
-        app(args=args, prog_name="python -m prl.serve")
-    except SystemExit as end:
-        return int(end.code or 0)
-    return 0
+    return exit_code(app, args, "python -m prl.serve")
 
 
 if __name__ == "__main__":

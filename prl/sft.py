@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from prl.cli import exit_code
 from prl.config.load import ConfigError, Problem, dump
 from prl.launch.local import RunBusy
 from prl.launch.supervisor import CONFIG, DONE, FAILED
@@ -64,11 +65,7 @@ def command(
 
 def main(args: Sequence[str] | None = None) -> int:
     """Exit code 0 done, 2 configuration, 75 saved and resumable, 1 failed."""
-    try:
-        app(args=args, prog_name="python -m prl.sft")
-    except SystemExit as end:
-        return int(end.code or 0)
-    return DONE
+    return exit_code(app, args, "python -m prl.sft")
 
 
 if __name__ == "__main__":

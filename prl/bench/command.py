@@ -12,6 +12,7 @@ import typer
 
 from prl.bench.rows import Result, publish
 from prl.bench.runs import BenchError
+from prl.cli import exit_code
 from prl.config.load import ConfigError
 
 FAILED, CONFIG = 1, 2
@@ -166,8 +167,4 @@ def main(args: Sequence[str] | None = None) -> int:
     """Exit code as in HELP."""
     # So that a run that is under way ends with its bench, and temporary folders go.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    try:
-        app(args=args, prog_name="python -m prl.bench")
-    except SystemExit as end:
-        return int(end.code or 0)
-    return 0
+    return exit_code(app, args, "python -m prl.bench")
