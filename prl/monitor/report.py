@@ -271,7 +271,8 @@ CARDS = (
         "Mismatch KL",
         mismatch,
         "Mean over trained tokens of exp(d) − 1 − d, d = trainer − engine logprob. Tokens of older versions differ since the "
-        "weights do; those of the trained version only where an update came in the middle of their rollout.",
+        "weights do. What is left at tokens of the trained version can be rounding, keys that older weights had cached, and "
+        "experts or selections that were not replayed.",
     ),
     Card("quantiles", "Mismatch of a token", mismatch_quantiles, "Quantiles over the tokens of a step, all versions."),
     Card(
