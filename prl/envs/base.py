@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -84,6 +84,10 @@ class Env(ABC):
     def worked_answer(self, task: Task) -> str:
         """The completion that SFT shows, without the end-of-text token."""
         raise TaskError(f"env {self.name}: {type(self).__name__} has no worked answers; SFT needs an environment that has")
+
+    def worked_turns(self, task: Task) -> Sequence[str]:
+        """The same over several turns: a completion, what the environment says to it, the next completion, and so on."""
+        return (self.worked_answer(task),)
 
     def start(self, task: Task) -> Any | Awaitable[Any]:
         """The state of one rollout, given back to every `step`."""

@@ -9,11 +9,12 @@ from __future__ import annotations
 import ast
 import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from prl.envs.base import Turn
-from prl.envs.reasoning_gym import ReasoningGym
+from prl.config.schema import Env as EnvConfig
+from prl.envs.base import Task, TaskError, Turn
+from prl.envs.reasoning_gym import Options, ReasoningGym
 
 MAX_CHARACTERS, MAX_BITS = 200, 256
 CALL = re.compile(r"\[([^\[\]]*)\]$")
@@ -61,9 +62,27 @@ def evaluate(expression: str) -> int | float:
         raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
+class CalculatorOptions(Options):
+    worked_call: str = ""
+    """Template of a call that worked answers make before they answer, such as [{expression}]; empty: they answer at once."""
+
+
 class Calculator(ReasoningGym):
     inline = True
     stop = ("]",)
+    options: CalculatorOptions
+
+    def __init__(self, config: EnvConfig, *, seed: int):
+        super().__init__(config, seed=seed, options=CalculatorOptions)
+
+    def worked_turns(self, task: Task) -> Sequence[str]:
+        if not self.options.worked_call:
+            return super().worked_turns(task)
+        call = self._filled(self.options.worked_call, self.dataset[task.data["item"]])
+        turn = self.step(task, call)
+        if turn.done or turn.metrics:
+            raise TaskError(f"env {self.name}: worked_call {call!r} is no call; expected arithmetic in square brackets")
+        return call, turn.text, self.worked_answer(task)
 
     def step(self, state: Any, completion: str) -> Turn:
         if (call := CALL.search(completion)) is None:

@@ -38,7 +38,7 @@ class Options(Section):
     answer: str = "{answer}"
     """Template of the worked answer, which is also what `exact` compares with."""
     lowercase: bool = False
-    """Lower-case prompt and answer."""
+    """Lower-case what the templates give."""
     reward: Literal["exact", "dataset"] = "exact"
     """exact: 1 for the answer, else 0. dataset: the dataset's own score_answer on the completion."""
     held_out: Fraction = 0.1
@@ -105,15 +105,17 @@ class ReasoningGym(SingleTurn):
 
     def _item(self, index: int) -> Task:
         entry = self.dataset[index]
+        prompt, answer = self._filled(self.options.prompt, entry), self._filled(self.options.answer, entry)
+        return Task(index, xxhash.xxh3_64_hexdigest(prompt.encode()), prompt, {"answer": answer, "item": index})
+
+    def _filled(self, template: str, entry: dict[str, Any]) -> str:
         values = {**entry["metadata"], "question": entry["question"], "answer": entry["answer"]}
         try:
-            prompt, answer = (template.format_map(values) for template in (self.options.prompt, self.options.answer))
+            text = template.format_map(values)
         except (KeyError, IndexError, AttributeError, ValueError) as error:
             offers = ", ".join(sorted(values))
             raise TaskError(f"env {self.name}: template needs {error}; {self.options.dataset} offers {offers}") from error
-        if self.options.lowercase:
-            prompt, answer = prompt.lower(), answer.lower()
-        return Task(index, xxhash.xxh3_64_hexdigest(prompt.encode()), prompt, {"answer": answer, "item": index})
+        return text.lower() if self.options.lowercase else text
 
     def _split(self, task: Task) -> Split:
         place = int(task.id, 16) / 2**64

@@ -105,8 +105,9 @@ def worked_examples(config: RunConfig, n: int, envs: Sequence[Env], tokenizer: T
     for i in range(n):
         env, ordinal = places.draw(i)
         task = envs[env].task(ordinal, "worked")
-        answer = np.append(tokenizer.encode(envs[env].worked_answer(task)), np.int32(tokenizer.eos_id))
-        samples.append(example(tokenizer.encode(task.prompt), answer))
+        pieces = [tokenizer.encode(text) for text in (task.prompt, *envs[env].worked_turns(task))]
+        pieces[-1] = np.append(pieces[-1], np.int32(tokenizer.eos_id))
+        samples.append(example(*pieces))
     short = [s for s in samples if len(s) <= config.sampling.max_length]
     if not short:
         raise ValueError(f"sampling.max_length: {config.sampling.max_length} is too short for each of {n} worked answers")

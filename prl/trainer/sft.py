@@ -61,12 +61,13 @@ class Plan:
     """End early when it is reached."""
 
 
-def example(prompt: np.ndarray, answer: np.ndarray) -> Sample:
-    """Prompt and answer, ids int32 [P] and [A]; the answer, its end-of-text token included, is what is trained."""
-    shown = Sample.of_prompt(answer)
-    shown.trainable[:] = True
-    shown.versions[:] = 0
-    sample = concatenate([Sample.of_prompt(prompt), shown])
+def example(*pieces: np.ndarray) -> Sample:
+    """Ids, int32, of a prompt and an answer, and so on by turns; the answers, stop tokens included, are what is trained."""
+    shown = [Sample.of_prompt(piece) for piece in pieces]
+    for answer in shown[1::2]:
+        answer.trainable[:] = True
+        answer.versions[:] = 0
+    sample = concatenate(shown)
     sample.loss_stream[:] = CE
     return sample.check()
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from prl.config.schema import Env as EnvConfig
 from prl.config.schema import Sampling
-from prl.envs.base import Env
+from prl.envs.base import Env, TaskError
 from prl.envs.calculator import MAX_BITS, evaluate
 from prl.envs.registry import make
 from prl.envs.runner import run_rollout
@@ -89,6 +89,20 @@ async def test_the_calculator_answers_calls_until_the_policy_answers() -> None:
     assert TOKENIZER.decode(sample.tokens[~sample.trainable]).endswith("=3=3.5=error")
     assert (await play(env, "[1+2]", "wrong$")).reward == 0.0
     assert (await play(env, "[1]", "[2]", "[3]", "[4]")).outcome == "truncated"
+
+
+async def test_worked_turns_are_those_of_a_rollout_that_solves_the_task() -> None:
+    env = env_of("calculator", worked_call="[{expression}]")
+    task = env.task(0, "train")
+    call, reply, answer = env.worked_turns(task)
+    done = await play(env, call, f"{answer}$")
+    assert (done.outcome, done.reward) == ("finished", 1.0)
+    assert done.text["completion"].startswith(f"{call}{reply}{answer}") and reply == f"={answer}"
+    assert list(env_of("calculator").worked_turns(task)) == [answer], "without a call they answer at once"
+    with pytest.raises(TaskError, match="worked_call 'sum' is no call"):
+        env_of("calculator", worked_call="sum").worked_turns(task)
+    with pytest.raises(TaskError, match=r"worked_call '\[sum\]' is no call"):
+        env_of("calculator", worked_call="[sum]").worked_turns(task)
 
 
 async def test_python_runs_blocks_and_gives_back_what_they_print() -> None:

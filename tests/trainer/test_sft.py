@@ -69,6 +69,9 @@ def test_an_example_trains_on_its_answer_alone() -> None:
     s = example(np.array([5, 6], np.int32), np.array([7, 1], np.int32))
     assert s.tokens.tolist() == [5, 6, 7, 1] and s.trainable.tolist() == [False, False, True, True]
     assert (s.loss_stream == CE).all()
+    turns = example(*(np.array(piece, np.int32) for piece in ([5, 6], [7], [8, 9], [2, 1])))
+    assert turns.tokens.tolist() == [5, 6, 7, 8, 9, 2, 1]
+    assert turns.trainable.tolist() == [False, False, True, False, False, True, True], "what a tool said is not trained"
 
 
 def test_worked_answers_end_with_the_end_of_text_and_long_ones_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
