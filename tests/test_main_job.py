@@ -40,9 +40,9 @@ def listens(port: int) -> bool:
 class Job:
     """A run and its lives."""
 
-    def __init__(self, folder: Path, *overrides: str):
+    def __init__(self, folder: Path, *overrides: str, config: str = CONFIG):
         self.run = RunDir(folder / "job")
-        self.first = (CONFIG, f"run.dir={folder}", "run.name=job", "monitor.console=off", *overrides)
+        self.first = (config, f"run.dir={folder}", "run.name=job", "monitor.console=off", *overrides)
         self.process: subprocess.Popen[str] | None = None
         self.swept = True
         """Whether somebody is left to clean up after this life: all but `kill -9` of everything, or before there is a guard."""
@@ -59,10 +59,10 @@ class Job:
         )  # fmt: skip
         return self
 
-    def end(self, expected: int) -> str:
+    def end(self, expected: int, within_s: float = 90) -> str:
         """Wait for the end of this life; what it said."""
         assert self.process is not None
-        out, errors = self.process.communicate(timeout=90)
+        out, errors = self.process.communicate(timeout=within_s)
         assert self.process.returncode == expected, errors + out
         self.assert_nothing_left()
         return out + errors
@@ -128,8 +128,8 @@ def job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
     """Makes jobs in folders below `tmp_path`; whatever a failed test left running ends here."""
     made: list[Job] = []
 
-    def make(*overrides: str, name: str = "a") -> Job:
-        made.append(Job(tmp_path / name, *overrides))
+    def make(*overrides: str, name: str = "a", config: str = CONFIG) -> Job:
+        made.append(Job(tmp_path / name, *overrides, config=config))
         return made[-1]
 
     yield make
@@ -175,6 +175,23 @@ def test_engine_and_trainer_agree_over_turns_ranks_and_replicas(job: Callable[..
     records = [json.loads(line) for line in (one.run / "metrics.jsonl").read_text().splitlines()]
     generated = {r["role"] for r in records if r["kind"] == "engine" and r["generated"] > 0}
     assert generated == {"inference-0", "inference-1"}
+
+
+@pytest.mark.long
+def test_a_warm_started_policy_calls_the_calculator(job: Callable[..., Job]) -> None:
+    """The configuration with several turns, with a small model and two numbers a sum."""
+    one = job(
+        "model.architecture={hidden_size: 64, intermediate_size: 128, moe_intermediate_size: 32, num_hidden_layers: 2, "
+        "n_routed_experts: 8, num_experts_per_tok: 2, num_attention_heads: 4, index_n_heads: 4}",
+        "envs.0.options.dataset_options={min_terms: 2, max_terms: 2, min_digits: 1, max_digits: 2}",
+        "sft={steps: 150, batch_size: 64, examples: 2048, stop_at: null, optim: {lr: 3.0e-3}}",
+        "trainer.steps=3", "orchestrator={batch_size: 32, max_in_flight: 64, max_refills: 200}", "evaluation.tasks=32",
+        config="configs/multi_turn.yaml",
+    ).start()  # fmt: skip
+    one.end(0, within_s=240)
+    one.assert_complete(3)
+    summary = json.loads((one.run / "summary.json").read_text())
+    assert summary["recaptured_fraction"] > 0 and summary["unrouted_fraction"] == 0
 
 
 @pytest.mark.long
