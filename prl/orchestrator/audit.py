@@ -132,11 +132,16 @@ def _batches(report: AuditReport, steps: dict[int, dict[str, Any]], cuts: list[d
         cut = {rollout_id for _, _, rollout_id in by_step[step]["batch"]}
         if cut != set(entry["rollouts"]):
             _broken(report, "batches", f"step {step} trained other rollouts than were cut", cut ^ set(entry["rollouts"]))
-        if len(entry["rollouts"]) != rules.batch_size:
-            _broken(report, "batches", f"step {step} trained {len(entry['rollouts'])} rollouts, expected {rules.batch_size}")
+        if len(entry["rollouts"]) != (size := _rule(by_step[step], rules, "batch_size")):
+            _broken(report, "batches", f"step {step} trained {len(entry['rollouts'])} rollouts, expected {size}")
     for step, cut_record in by_step.items():
-        if cut_record["staleness_max"] > rules.lead:
-            _broken(report, "staleness", f"batch {step} has {cut_record['staleness_max']}, expected at most {rules.lead}")
+        if cut_record["staleness_max"] > (lead := _rule(cut_record, rules, "lead")):
+            _broken(report, "staleness", f"batch {step} has {cut_record['staleness_max']}, expected at most {lead}")
+
+
+def _rule(mark: dict[str, Any], rules: Rules, name: str) -> int:
+    """A rule as it was when the mark was written; the configuration's where the mark does not tell."""
+    return int(mark.get("rules", {}).get(name, getattr(rules, name)))
 
 
 def _fates(report: AuditReport, steps: dict[int, dict[str, Any]], kept: list[dict[str, Any]], rules: Rules) -> None:
@@ -159,7 +164,11 @@ def _fates(report: AuditReport, steps: dict[int, dict[str, Any]], kept: list[dic
     marks = [r for r in kept if r["kind"] in ("cut", "end")]
     position = marks[-1]["position"] if marks else 0
     is_open = {(o, i) for o, indices in (marks[-1]["open"] if marks else []) for i in indices}
-    expected = {(o, i) for o in range(position) for i in range(rules.group_size)}
+    expected: set[tuple[int, int]] = set()
+    begin = 0
+    for mark in marks:
+        expected |= {(o, i) for o in range(begin, mark["position"]) for i in range(_rule(mark, rules, "group_size"))}
+        begin = mark["position"]
     if lost := expected - set(members) - is_open:
         _broken(report, "sums", f"{len(lost)} members (ordinal.index) have no fate", [f"{o}.{i}" for o, i in lost])
     if strange := {m for m in is_open if m[0] >= position}:

@@ -1,10 +1,11 @@
 """tasks.jsonl: what became of every task of the data order. Append-only; free of torch.
 
 {"kind": "fate", "fate", "ordinal", "members": [[index, rollout id]], "reason", "step"}: see `scheduler.Fate`.
-{"kind": "cut", "step", "position", "batch": [[ordinal, index, rollout id]], "open": [[ordinal, [indices]]], "staleness_max"}:
-batch `step` was taken out; `position` is the data order's frontier; open members have no final fate yet.
+{"kind": "cut", "step", "position", "open": [[ordinal, [indices]]], "rules", "batch": [[ordinal, index, rollout id]],
+"staleness_max"}: batch `step` was taken out; `position` is the data order's frontier; open members have no final fate yet;
+`rules` are the sizes and the staleness bound in force since the record before.
 {"kind": "resume", "step", "from"}: the run went on from the checkpoint of `step`, which voids every earlier record from
-sequence number `from` on. {"kind": "end", "step", "position", "open", "code"}: the orchestrator ended.
+sequence number `from` on. {"kind": "end", "step", "position", "open", "rules", "code"}: the orchestrator ended.
 
 Every record has "seq", its number in the file, and "t". Nothing is ever deleted.
 """

@@ -247,7 +247,7 @@ class Orchestrator:
                 break
         self.waits.off()
         self._write_fates()
-        self.log.add("end", step=s.step, position=s.position, open=open_members(s.open_members()), code=code, reason=reason)
+        self.log.add("end", step=s.step, **self._frontier(), code=code, reason=reason)
         self.log.sync()
         self.metrics.log("event", name="end", code=code, reason=reason, totals=s.totals)
         self.status.set(phase="done" if code == DONE else "saved", reason=reason)
@@ -396,15 +396,20 @@ class Orchestrator:
         self.log.add(
             "cut",
             step=cut.step,
-            position=s.position,
+            **self._frontier(),
             batch=[(r.ordinal, r.index, r.id) for r in cut.rollouts],
-            open=open_members(s.open_members()),
             staleness_max=max(cut.staleness),
         )
         self.log.sync()
         return encode(
             State(SCHEMA, s.state(), self.curriculum.state(), places, self.first_segments, self.log.seq, self.next_evaluation)
         )
+
+    def _frontier(self) -> dict[str, Any]:
+        """How far the data order is opened, what of it is open, and the rules till then: a resume may change them."""
+        s, rules = self.scheduler, self.scheduler.rules
+        named = {"batch_size": rules.batch_size, "group_size": rules.group_size, "lead": rules.lead}
+        return {"position": s.position, "open": open_members(s.open_members()), "rules": named}
 
     async def _acknowledgements(self) -> None:
         async for trained in self.server.trained():

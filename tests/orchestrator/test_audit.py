@@ -82,6 +82,27 @@ def test_a_stopped_and_resumed_run_passes_and_its_sums_close(whole: Path) -> Non
     assert "audit passed" in str(report)
 
 
+def test_each_batch_answers_for_the_rules_that_it_was_cut_by(tmp_path: Path) -> None:
+    """A resume may change them: smaller batches, larger groups, a tighter bound."""
+    c = config(tmp_path, steps=4)
+    with running(c, step_s=0.1) as (run, orchestrator, trainer):
+        while len(trainer.batches) < 3:
+            trainer.stop.wait(0.01)
+        orchestrator.stop.set()
+        finish(orchestrator, trainer)
+    assert any(r["staleness_max"] for r in ledger.read(run / "tasks.jsonl") if r["kind"] == "cut")
+    with running(config(tmp_path, steps=6, orchestrator={"batch_size": 12, "group_size": 6, "max_staleness": 0})) as (
+        run,
+        orchestrator,
+        trainer,
+    ):
+        finish(orchestrator, trainer)
+    assert orchestrator.code == 0
+    report = audit(run)
+    assert report.ok, str(report)
+    assert {len(e["rollouts"]) for e in ledger.surviving(ledger.read(run / "ledger.jsonl"))} == {16, 12}
+
+
 CASES: list[tuple[str, str, Edit]] = [
     ("steps", "ledger.jsonl", dropped({"kind": "step", "step": 3})),
     ("rollouts", "ledger.jsonl", swapped),
