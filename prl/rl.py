@@ -78,6 +78,8 @@ def open_run(config: str | None, overrides: Sequence[str], resume: Path | None) 
         return run, load(run.config_path, overrides)
     if config is None:
         raise ConfigError("command line", [Problem("CONFIG", "missing: name a YAML file, or a run with --resume")])
+    if "=" in config and not Path(config).exists():
+        raise ConfigError("command line", [Problem("CONFIG", f"missing: name a YAML file before the override {config}")])
     loaded = load(config, overrides)
     run = RunDir(loaded.run.dir / loaded.run.name)
     if run.root.exists() and (not run.root.is_dir() or any(run.root.iterdir())):

@@ -405,6 +405,7 @@ def test_the_command_line(start, tmp_path: Path) -> None:  # type: ignore[no-unt
         ([str(CONFIG), "trainer.stepz=7"], "did you mean trainer.steps"),
         ([str(CONFIG), "inference.engine=vllm"], "inference.engine: no command starts vLLM yet"),
         (["nowhere.yaml"], "no such file"),
+        (["trainer.steps=7"], "name a YAML file before the override trainer.steps=7"),
         (["--resume", str(tmp_path)], "no config.yaml in it"),
         ([str(CONFIG), "run.dir=/proc/none"], "cannot be written"),
     ):
