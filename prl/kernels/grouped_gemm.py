@@ -155,8 +155,9 @@ def _weight_fp8_reference(
 def _promoted(a_MK: Tensor, a_scales_BM: Tensor, b_NK: Tensor, b_scales_BN: Tensor) -> Tensor:
     """float32 [M, N]: a · bᵀ, block of K by block, each scaled before it is added."""
     total_MN = a_MK.new_zeros(len(a_MK), len(b_NK), dtype=torch.float32)
-    for b, (a, w) in enumerate(zip(a_MK.float().split(BLOCK, 1), b_NK.float().split(BLOCK, 1), strict=True)):
-        total_MN += (a @ w.t()) * (a_scales_BM[b][:, None] * b_scales_BN[b])
+    for b, (a_scales_M, b_scales_N) in enumerate(zip(a_scales_BM, b_scales_BN, strict=True)):
+        block = slice(b * BLOCK, (b + 1) * BLOCK)
+        total_MN += (a_MK[:, block].float() @ b_NK[:, block].float().t()) * (a_scales_M[:, None] * b_scales_N)
     return total_MN
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from prl.kernels import grouped_gemm, indexer, lm_head, permute, quantise, registry, router, swiglu  # noqa: F401 (the ops)
+from prl.kernels.numerics import BLOCK, calc_diff
 
 Outputs = tuple[Tensor, ...]
 
@@ -33,8 +34,8 @@ class Case:
 def check(case: Case, implementation: Callable[..., Any]) -> None:
     """Run `implementation` and the reference on copies of the arguments and compare all results, and what was written to."""
     got_args, want_args = (tuple(a.clone() if isinstance(a, Tensor) else a for a in case.args) for _ in range(2))
-    got = outputs(implementation(*got_args))
-    want = outputs(registry._OPS[case.op].reference(*want_args))
+    got = outputs(implementation(*got_args)) + written(case.op, got_args)
+    want = outputs(registry._OPS[case.op].reference(*want_args)) + written(case.op, want_args)
     assert [(g.shape, g.dtype) for g in got] == [(w.shape, w.dtype) for w in want], case
     assert all(g.is_contiguous() for g in got), case
     case.agree(got, want)
@@ -45,6 +46,12 @@ def check(case: Case, implementation: Callable[..., Any]) -> None:
 
 def outputs(result: Any) -> Outputs:
     return () if result is None else (result,) if isinstance(result, Tensor) else tuple(result)
+
+
+def written(op: str, args: tuple[Any, ...]) -> Outputs:
+    """The arguments that the op's schema says it writes to."""
+    schema = getattr(torch.ops.prl, op).default._schema
+    return tuple(a for a, of in zip(args, schema.arguments, strict=True) if of.alias_info and of.alias_info.is_write)
 
 
 def same(a: Tensor, b: Tensor) -> bool:
@@ -84,6 +91,32 @@ def within(units: int) -> Callable[[Outputs, Outputs], None]:
                 assert ulps(g, w) <= units, f"output {i}: {ulps(g, w)} units in the last place, {units} allowed"
             else:
                 exactly((g,), (w,))
+
+    return agree
+
+
+def error(x: Tensor, exact: Tensor) -> float:
+    """|x − exact| / |exact| over all elements."""
+    return float((x.double() - exact).norm() / exact.norm().clamp(min=1e-300))
+
+
+def accurate(exact: Outputs, floor: float = 2.0**-22) -> Callable[[Outputs, Outputs], None]:
+    """As near to the float64 results as 1.5 times the reference, or as `floor`; on tensor cores a calc_diff of 1e-6 will do.
+
+    Where the reference has an exact zero or a NaN, so it must be.
+    """
+
+    def agree(got: Outputs, want: Outputs) -> None:
+        for i, (g, w, e) in enumerate(zip(got, want, exact, strict=True)):
+            assert torch.equal(g.isnan(), w.isnan()), f"output {i}: NaN in other places"
+            assert not ((w == 0) & (g != 0)).any(), f"output {i}: not zero where it must be"
+            known = ~w.isnan() & ~e.isnan()
+            g, w, e = (torch.where(known, t, 0) for t in (g, w, e))
+            most = max(1.5 * error(w, e), floor)
+            if g.is_cuda and error(g, e) > most:
+                assert calc_diff(g, e) <= 1e-6, f"output {i}: calc_diff {calc_diff(g, e)}, the reference has {calc_diff(w, e)}"
+            else:
+                assert error(g, e) <= most, f"output {i}: error {error(g, e)}, {most} allowed"
 
     return agree
 
@@ -169,3 +202,101 @@ def _combine_backward(width: int) -> Callable[[Outputs, Outputs], None]:
         torch.testing.assert_close(got[1], want[1], rtol=1e-6, atol=1e-6 * width**0.5)
 
     return agree
+
+
+def groups(device: str, counts: list[int], align: int, *, before: int = 0, after: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """(starts, counts, which of all rows are of a group [R]) with so many rows before the first group and after the last."""
+    starts = [before]
+    for count in counts:
+        starts.append(starts[-1] + -(-count // align) * align)
+    of_group = torch.zeros(starts[-1] + after, dtype=torch.bool)
+    for start, count in zip(starts, counts, strict=False):
+        of_group[start : start + count] = True
+    return torch.tensor(starts, device=device), torch.tensor(counts, dtype=torch.int64, device=device), of_group.to(device)
+
+
+def products(
+    device: str, counts: list[int], n: int, k: int, dtype: torch.dtype, *, align: int = 1, before: int = 0, after: int = 0
+) -> Iterator[Case]:
+    """Grouped GEMMs in the operands' type; rows of no group hold NaN."""
+    starts, sizes, of_group = groups(device, counts, align, before=before, after=after)
+    label = f"{counts}x{n}x{k}-{str(dtype).removeprefix('torch.')}"
+    rows, e = len(of_group), len(counts)
+    a, g = (normal(device, rows, width, dtype=dtype, seed=width) for width in (k, n))
+    for rows_of in (a, g):
+        rows_of[~of_group] = torch.nan
+    for transposed in (False, True):
+        w = normal(device, e, *((k, n) if transposed else (n, k)), dtype=dtype)
+        exact = grouped_gemm._gemm_reference(a.double(), w.double(), starts, sizes, transposed)
+        yield Case(
+            "grouped_gemm", f"{label}-{'nn' if transposed else 'nt'}", (a, w, starts, sizes, transposed), accurate((exact,))
+        )
+    out = normal(device, e, n, k, seed=1)
+    exact = out.double()
+    grouped_gemm._weight_reference(g.double(), a.double(), starts, sizes, exact)
+    yield Case("grouped_gemm_weight", label, (g, a, starts, sizes, out), accurate((exact,)))
+
+
+def products_fp8(device: str, counts: list[int], n: int, k: int, *, before: int = 0, after: int = 0) -> Iterator[Case]:
+    """The same block-scaled; rows of no group hold NaN, but padding is 0 where it is summed over."""
+    starts, sizes, of_group = groups(device, counts, BLOCK, before=before, after=after)
+    label, rows, e = f"{counts}x{n}x{k}", len(of_group), len(counts)
+    a, g = (normal(device, rows, width, seed=width) for width in (k, n))
+    a[~of_group] = torch.nan
+    codes, scales = quantise.rows_reference(a, False)
+    w_codes, w_scales = quantise._blocks_reference(normal(device, e, n, k), False)
+    wide = [
+        quantise.dequantise_rows(codes, scales, torch.float64),
+        quantise.dequantise_blocks(w_codes, w_scales, torch.float64),
+    ]
+    exact = grouped_gemm._gemm_reference(*wide, starts, sizes, False)
+    for dtype in (torch.bfloat16, torch.float32):
+        args = (codes, scales, w_codes, w_scales, starts, sizes, dtype)
+        yield Case("grouped_gemm_fp8", f"{label}-{str(dtype).removeprefix('torch.')}", args, accurate((exact,)))
+    outside = torch.ones_like(of_group)
+    outside[int(starts[0]) : int(starts[-1])] = False
+    for rows_of in (a, g):
+        rows_of[~of_group] = 0
+        rows_of[outside] = torch.nan
+    operands = *quantise.columns_reference(g, False), *quantise.columns_reference(a, False)
+    wide = [quantise.dequantise_columns(*pair, torch.float64) for pair in (operands[:2], operands[2:])]
+    out = normal(device, e, n, k, seed=1)
+    exact = out.double()
+    grouped_gemm._weight_reference(*wide, starts, sizes, exact)
+    yield Case("grouped_gemm_weight_fp8", label, (*operands, starts, sizes, out), accurate((exact,)))
+
+
+def router_products(device: str, tokens: int, experts: int, width: int) -> Iterator[Case]:
+    for x_dtype, w_dtype in ((torch.bfloat16, torch.float32), (torch.bfloat16,) * 2, (torch.float32,) * 2):
+        x, w = normal(device, tokens, width, dtype=x_dtype), normal(device, experts, width, dtype=w_dtype, seed=1)
+        label = f"{tokens}x{experts}x{width}-{'-'.join(str(d).removeprefix('torch.') for d in (x_dtype, w_dtype))}"
+        yield Case("router_logits", label, (x, w), accurate((x.double() @ w.double().t(),)))
+
+
+def heads(
+    device: str, tokens: int, vocabulary: int, width: int, chunk: int, hidden_dtype: torch.dtype, weight_dtype: torch.dtype
+) -> Iterator[Case]:
+    """The LM head, a third of the rows without a label, one of these NaN; backward for one gradient, the other and both.
+
+    Its floor is 16 bits: so many a backend on tensor cores may keep of the gradient of a logit.
+    """
+    h, w = normal(device, tokens, width, dtype=hidden_dtype), normal(device, vocabulary, width, dtype=weight_dtype, seed=1)
+    w *= 3 / max(width, 1) ** 0.5
+    generator = torch.Generator().manual_seed(2)
+    labels = torch.randint(0, vocabulary, (tokens,), generator=generator)
+    labels[::3] = lm_head.IGNORE
+    h[:1] = torch.nan
+    labels, temperature = labels.to(device), (torch.rand(tokens, generator=generator) + 0.5).to(device)
+    dtypes = "-".join(str(d).removeprefix("torch.") for d in (hidden_dtype, weight_dtype))
+    label = f"{tokens}x{vocabulary}x{width}-{chunk}-{dtypes}"
+    yield Case("logits", label, (h, w), accurate((h.double() @ w.double().t(),)))
+    wide = (h.double(), w.double(), labels, temperature.double())
+    exact = lm_head._logprobs_reference(*wide, chunk)
+    yield Case("logprobs", label, (h, w, labels, temperature, chunk), accurate(exact))
+    slopes = [normal(device, tokens, seed=seed) for seed in (3, 4)]
+    for name, with_logprob, with_entropy in (("logprob", 1, 0), ("entropy", 0, 1), ("both", 1, 1)):
+        d = [slope if wanted else None for slope, wanted in zip(slopes, (with_logprob, with_entropy), strict=True)]
+        saved = (*wide, *exact[1:])
+        results = lm_head._backward_reference(*(x if x is None else x.double() for x in d), *saved, chunk, True, True)
+        args = (*d, h, w, labels, temperature, *(x.float() for x in exact[1:]), chunk, True, True)
+        yield Case("logprobs_backward", f"{label}-{name}", args, accurate(results, 2.0**-16))
