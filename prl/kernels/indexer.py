@@ -50,9 +50,9 @@ def _select(scores_BQS: Tensor, mask_BQS: Tensor, top_k: int) -> Tensor:
     scores_BQS = scores_BQS.masked_fill(~mask_BQS, -torch.inf)
     last_BQ1 = scores_BQS.topk(top_k, dim=-1).values[..., -1:]
     above_BQS = scores_BQS > last_BQ1
-    equal_BQS = scores_BQS == last_BQ1
+    equal_BQS = (scores_BQS == last_BQ1) & mask_BQS
     room_BQ1 = top_k - above_BQS.sum(-1, keepdim=True)
-    return (above_BQS | (equal_BQS & (equal_BQS.cumsum(-1) <= room_BQ1))) & mask_BQS
+    return above_BQS | (equal_BQS & (equal_BQS.cumsum(-1) <= room_BQ1))
 
 
 class SelectionError(ValueError):
