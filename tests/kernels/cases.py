@@ -6,7 +6,7 @@ reference runs there too. Imports only torch and prl.kernels, so that it serves 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,8 @@ from prl.kernels import grouped_gemm, indexer, lm_head, permute, quantise, regis
 from prl.kernels.numerics import BLOCK, calc_diff
 
 Outputs = tuple[Tensor, ...]
+Ops = Mapping[str, Callable[..., Any]]
+"""A backend: op → implementation."""
 
 
 @dataclass(frozen=True)
@@ -26,22 +28,28 @@ class Case:
     args: tuple[Any, ...]
     agree: Callable[[Outputs, Outputs], None]
     """Raises AssertionError where (got, wanted) do not agree."""
+    wanted: Callable[[Ops], Outputs] | None = None
+    """What to compare with if not the reference; it may use the backend's other ops."""
 
     def __str__(self) -> str:
         return f"{self.op}-{self.label}"
 
 
-def check(case: Case, implementation: Callable[..., Any]) -> None:
-    """Run `implementation` and the reference on copies of the arguments and compare all results, and what was written to."""
+def check(case: Case, ops: Ops) -> None:
+    """Run the op of `ops` on copies of the arguments; compare results, and arguments that the reference does not write to."""
     got_args, want_args = (tuple(a.clone() if isinstance(a, Tensor) else a for a in case.args) for _ in range(2))
-    got = outputs(implementation(*got_args)) + written(case.op, got_args)
-    want = outputs(registry._OPS[case.op].reference(*want_args)) + written(case.op, want_args)
+    got = outputs(ops[case.op](*got_args)) + written(case.op, got_args)
+    want = case.wanted(ops) if case.wanted else outputs(reference(case.op)(*want_args)) + written(case.op, want_args)
     assert [(g.shape, g.dtype) for g in got] == [(w.shape, w.dtype) for w in want], case
     assert all(g.is_contiguous() for g in got), case
     case.agree(got, want)
     for after, before, wanted in zip(got_args, case.args, want_args, strict=True):
         if isinstance(after, Tensor) and same(wanted, before):
             assert same(after, before), f"{case}: an argument was written to"
+
+
+def reference(op: str) -> Callable[..., Any]:
+    return registry._OPS[op].reference
 
 
 def outputs(result: Any) -> Outputs:
@@ -181,7 +189,7 @@ def movements(device: str, tokens: int, k: int, experts: int, width: int, dtype:
     label = f"{tokens}x{k}-{experts}-{width}-{str(dtype).removeprefix('torch.')}"
     routes = ids(device, tokens, k, experts)
     weights = normal(device, tokens, k, seed=1)
-    source, position, _, _ = registry._OPS["sort_rows"].reference(routes, experts, 128)
+    source, position, _, _ = reference("sort_rows")(routes, experts, 128)
     rows = normal(device, len(source), width, dtype=dtype, seed=2)
     yield Case("permute", label, (awkward(device, tokens, width, dtype=dtype), source, position), exactly)
     for given in (None, weights):
@@ -200,6 +208,70 @@ def _combine_backward(width: int) -> Callable[[Outputs, Outputs], None]:
         exactly(got[:1], want[:1])
         # sums of `width` products of normally distributed numbers, in another order
         torch.testing.assert_close(got[1], want[1], rtol=1e-6, atol=1e-6 * width**0.5)
+
+    return agree
+
+
+def swiglus(device: str, rows: int, width: int, dtype: torch.dtype) -> Iterator[Case]:
+    """swiglu and its gradient; with a width and rows that are multiples of 128 also the quantising ones."""
+    label = f"{rows}x{width}-{str(dtype).removeprefix('torch.')}"
+    units = 4 if dtype == torch.float32 else 1
+    gate_up, grad = 3 * normal("cpu", rows, 2 * width), normal("cpu", rows, width, seed=1)
+    gate_up, grad, weights = gate_up.to(dtype).to(device), grad.to(dtype).to(device), normal(device, rows, seed=2)
+    for x, name in ((gate_up, label), (awkward(device, rows, 2 * width, dtype=dtype), f"{label}-awkward")):
+        yield Case("swiglu", name, (x,), within(units))
+        if width % 128 == 0:
+            for pow2 in (False, True):
+                args = (x, False, pow2)
+                yield Case("swiglu_quantise", f"{name}{'-pow2' * pow2}", args, exactly, _quantised_product(x, False, pow2))
+        if width % 128 == 0 and rows % 128 == 0:
+            for pow2 in (False, True):
+                args, wanted = (x, True, pow2), _quantised_product(x, True, pow2)
+                yield Case("swiglu_quantise", f"{name}-columns{'-pow2' * pow2}", args, exactly, wanted)
+                wanted = _quantised_gradients(x, grad, weights, pow2)
+                args = (x, grad, weights, pow2)
+                yield Case("swiglu_backward_quantise", f"{name}{'-pow2' * pow2}", args, _all_but_a_sum, wanted)
+    yield Case("swiglu_backward", label, (gate_up, grad), _slopes(gate_up, grad))
+
+
+def _quantised_product(x: Tensor, columns: bool, pow2: bool) -> Callable[[Ops], Outputs]:
+    """The reference's codes of the backend's own float32 product."""
+
+    def wanted(ops: Ops) -> Outputs:
+        product = ops["swiglu"](x.float())
+        none = (product.new_empty(0, 0, dtype=torch.float8_e4m3fn), product.new_empty(0, 0))
+        return *quantise.rows_reference(product, pow2), *(quantise.columns_reference(product, pow2) if columns else none)
+
+    return wanted
+
+
+def _quantised_gradients(x: Tensor, grad: Tensor, weights: Tensor, pow2: bool) -> Callable[[Ops], Outputs]:
+    def wanted(ops: Ops) -> Outputs:
+        product, weighted = ops["swiglu"](x.float()), grad.float() * weights[:, None]
+        d = ops["swiglu_backward"](x.float(), weighted)
+        by_column = quantise.columns_reference(product * weights[:, None], pow2)
+        d_weights = (product.double() * grad.double()).sum(1).float()
+        return *quantise.rows_reference(d, pow2), *quantise.columns_reference(d, pow2), *by_column, d_weights
+
+    return wanted
+
+
+def _all_but_a_sum(got: Outputs, want: Outputs) -> None:
+    """The last is a sum in another order, of terms that are no larger than what the blocks' scales let one see."""
+    exactly(got[:-1], want[:-1])
+    finite = want[-1].abs() < 1e30
+    torch.testing.assert_close(got[-1][finite], want[-1][finite], rtol=1e-4, atol=1e-4)
+
+
+def _slopes(gate_up: Tensor, grad: Tensor) -> Callable[[Outputs, Outputs], None]:
+    """Against float64, in units of |grad · up| · (2 + |gate|) and of the result: its two terms may cancel."""
+
+    def agree(got: Outputs, want: Outputs) -> None:
+        exact = reference("swiglu_backward")(gate_up.double(), grad.double())
+        gate, up = gate_up.double().abs().chunk(2, 1)
+        bound = 2**-22 * torch.cat((grad.double().abs() * up * (2 + gate), grad.double().abs() * gate), 1)
+        bound += (2**-21 if got[0].dtype == torch.float32 else 2**-8) * exact.abs()
+        assert bool(((got[0].double() - exact).abs() <= bound).all())
 
     return agree
 

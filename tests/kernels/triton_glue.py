@@ -9,8 +9,9 @@ import prl_triton
 from prl_triton import configs
 from tests.kernels import cases
 
-for op, sizes in {"permute": {"ROWS": 128}, "combine": {"TOKENS": 32}, "combine_backward": {"ROWS": 128}}.items():
-    configs._table()[op].update(sizes)  # results do not depend on tiles, the time here does
+BIG = {"permute": "ROWS", "combine": "TOKENS", "combine_backward": "ROWS", "swiglu": "ROWS", "swiglu_backward": "ROWS"}
+for op, size in BIG.items():
+    configs._table()[op][size] = 64  # results do not depend on tiles, the time here does
 
 BF16, F32 = torch.bfloat16, torch.float32
 
@@ -28,8 +29,11 @@ def glue() -> Iterator[cases.Case]:
     for sizes in ((70, 3, 2, 256), (9, 3, 1, 100), (3, 2, 0, 128), (0, 2, 3, 128), (3, 0, 2, 128)):
         for dtype in (BF16, F32):
             yield from cases.movements("cpu", *sizes, dtype)
+    for dtype in (BF16, F32):
+        for sizes in ((256, 256), (37, 128), (5, 100), (0, 128), (128, 0)):
+            yield from cases.swiglus("cpu", *sizes, dtype)
 
 
 @pytest.mark.parametrize("case", list(glue()), ids=str)
 def test_agrees_with_the_reference(case: cases.Case) -> None:
-    cases.check(case, prl_triton.OPS[case.op])
+    cases.check(case, prl_triton.OPS)
