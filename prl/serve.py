@@ -78,8 +78,13 @@ def _serve(config: RunConfig, host: str, port: int, run: RunDir) -> int:
     except WeightError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
-    run.create()
-    server = Server(engine_of(model, config, "prl.serve"), run.secret, stream_interval=config.inference.stream_interval)
+    try:
+        run.create()
+        secret = run.secret
+    except OSError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 2
+    server = Server(engine_of(model, config, "prl.serve"), secret, stream_interval=config.inference.stream_interval)
 
     async def serve() -> int:
         try:

@@ -12,7 +12,7 @@ from prl.inference.server import Server
 from prl.models.base import Model
 from tests.inference.tiny import make_model
 
-SECRET = "a-secret"
+SECRET = "a-secret" * 8
 HEADERS = {"Authorization": f"Bearer {SECRET}"}
 
 

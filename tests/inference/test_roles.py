@@ -198,4 +198,7 @@ def test_what_cannot_be_served(model_dir: Path, tmp_path: Path, capsys: pytest.C
         port = taken.getsockname()[1]
         assert serve([str(model_dir), "--port", str(port), *folder]) == 1
     assert f"cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err
+    (tmp_path / "f" / "secret").write_text("short")
+    assert serve([str(model_dir), *folder]) == 2
+    assert "secret: 5 characters, expected 64; remove it" in capsys.readouterr().err
     torch.set_num_threads(1)
