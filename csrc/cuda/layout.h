@@ -7,12 +7,10 @@
 
 namespace prl {
 
-// A tile of codes is rows of 128 bytes (128 values of the contraction). With the 128-byte swizzle, chunk c (16 bytes) of row r
-// lies at chunk c ^ (r % 8): the eight rows of an atom of 1024 bytes then meet each bank once. Tiles are aligned to an atom.
+// A tile of codes is rows of 128 bytes (128 values of the contraction), aligned to an atom of eight rows. TMA and wgmma both
+// apply the 128-byte swizzle: bits 4-6 of an address are XORed with bits 7-9, so that the eight rows of an atom meet each bank once.
 constexpr int ROW_BYTES = 128;
 constexpr int ATOM_BYTES = 1024;
-
-PRL_INLINE int swizzled(int row, int byte) { return row * ROW_BYTES + (((byte / 16) ^ (row % 8)) * 16 + byte % 16); }
 
 // The descriptor of a K-major operand at shared address `address`: bits 0-13 address / 16, 16-29 the leading offset (unused
 // where a row is one swizzle span: 1), 32-45 the distance of atoms / 16, 62-63 the swizzle (1: 128 bytes). A later 32 bytes

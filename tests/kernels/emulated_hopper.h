@@ -11,13 +11,12 @@
 
 #include <cmath>
 #include <cstdint>
-#include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <map>
 #include <random>
-#include <type_traits>
+#include <stdexcept>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -53,9 +52,10 @@ struct __nv_bfloat16 {
 
 namespace emulated {
 
-inline void fail(const char* what) {
-  std::fprintf(stderr, "emulated Hopper: %s (block %u, thread %u)\n", what, blockIdx.x, threadIdx.x);
-  std::abort();
+constexpr int FAILED = 99999;  // what a launch returns then; the words are `failure`
+inline std::string failure;
+[[noreturn]] inline void fail(const char* what) {
+  throw std::runtime_error(what + (" (block " + std::to_string(blockIdx.x)) + ", thread " + std::to_string(threadIdx.x) + ")");
 }
 
 constexpr int STACK = 1 << 16;
@@ -202,7 +202,9 @@ inline int cudaDeviceGetAttribute(int* value, int, int) {
   *value = emulated::processors;
   return 0;
 }
-inline const char* cudaGetErrorString(int) { return "an error of the runtime"; }
+inline const char* cudaGetErrorString(int code) {
+  return code == emulated::FAILED ? emulated::failure.c_str() : "an error of the runtime";
+}
 
 namespace prl {
 
@@ -324,7 +326,11 @@ namespace emulated {
 
 inline std::function<void()>* body;
 inline void enter() {
-  (*body)();
+  try {
+    (*body)();
+  } catch (const std::runtime_error& error) {
+    failure = error.what();
+  }
   self().over = true;
   swapcontext(&self().context, &machine->home);
 }
@@ -355,6 +361,7 @@ inline void run_block(unsigned threads, std::function<void()> kernel) {
       swapcontext(&m.home, &fiber.context);
       idle = 0;
       left -= fiber.over;
+      if (!failure.empty()) return;
     }
     for (size_t i = m.copies.size(); i-- > 0;) {
       if (m.random() % 2) continue;
@@ -371,11 +378,16 @@ inline void run_block(unsigned threads, std::function<void()> kernel) {
 
 template <typename... Parameters, typename... Arguments>
 int cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...), Arguments... arguments) {
+  emulated::failure.clear();
   gridDim.x = config->gridDim.x;
-  for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) {
-    emulated::run_block(config->blockDim.x, [&] { kernel(arguments...); });
+  for (blockIdx.x = 0; blockIdx.x < gridDim.x && emulated::failure.empty(); ++blockIdx.x) {
+    try {
+      emulated::run_block(config->blockDim.x, [&] { kernel(arguments...); });
+    } catch (const std::runtime_error& error) {
+      emulated::failure = error.what();
+    }
   }
-  return 0;
+  return emulated::failure.empty() ? 0 : emulated::FAILED;
 }
 
 // What a test sets before it calls: the number of processors, the order of events, and what may be read (count 0: anything).
