@@ -44,7 +44,7 @@ check-python:
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "make: $(PYTHON) has no venv module (on Debian: apt-get install python3-venv)" >&2; exit 2; }
 	@command -v $(CXX) >/dev/null || { echo "make: no C++ compiler $(CXX) (on Debian: apt-get install g++)" >&2; exit 2; }
 
-$(READY): pyproject.toml setup.py $(wildcard csrc/cpu/*) | check-python
+$(READY): pyproject.toml setup.py $(wildcard csrc/cpu/* csrc/cuda/*) | check-python
 	@test -x $(BIN)/python || { echo "make: creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "make: installing $(TORCH) and the requirements into $(VENV) (once)"
 	@$(BIN)/python $(PIP_INSTALL) "$(TORCH)" $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))

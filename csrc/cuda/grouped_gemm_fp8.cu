@@ -70,6 +70,7 @@ int launch(const void* row_codes, const void* column_codes, const Problem& p, vo
 
 }  // namespace
 
+#pragma GCC visibility push(default)
 extern "C" {
 
 // 0 where the kernels can be launched on the current device.
@@ -107,3 +108,4 @@ int prl_grouped_gemm_weight_fp8(const void* g, const float* g_scales, const void
 }
 
 }  // extern "C"
+#pragma GCC visibility pop
