@@ -3,6 +3,7 @@
 #   make demo            the main job: SFT, then asynchronous RL, then the control (SEED=n, RANKS=n)
 #   make test            the tests;  make test-long: the slow ones;  make lint: ruff and mypy
 #   make demo-seeds      three seeds, result kept in bench/results/
+#   make check-gpu-code  every kernel compiled for Hopper and its machine code checked, without a GPU; result in bench/results/
 #   make claims          everything that docs/claims.md names, results written there (hours)
 #   make bench-peers     the demo's rollouts/s beside TRL's, in an environment of its own
 # PYTHON: the interpreter (3.11 or newer); VENV: the environment's folder; TORCH_INDEX: where torch comes from, e.g. the CPU index.
@@ -34,7 +35,7 @@ export HF_HUB_OFFLINE := 1
 export HF_HOME ?= $(CURDIR)/outputs/.cache/huggingface
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: venv demo demo-seeds test test-long claims lint format bench-peers check-python clean
+.PHONY: venv demo demo-seeds test test-long check-gpu-code claims lint format bench-peers check-python clean
 
 venv: $(READY)
 
@@ -44,7 +45,7 @@ check-python:
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "make: $(PYTHON) has no venv module (on Debian: apt-get install python3-venv)" >&2; exit 2; }
 	@command -v $(CXX) >/dev/null || { echo "make: no C++ compiler $(CXX) (on Debian: apt-get install g++)" >&2; exit 2; }
 
-$(READY): pyproject.toml setup.py $(wildcard csrc/cpu/* csrc/cuda/*) | check-python
+$(READY): pyproject.toml setup.py $(wildcard csrc/cpu/* csrc/cuda/*.*) | check-python
 	@test -x $(BIN)/python || { echo "make: creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "make: installing $(TORCH) and the requirements into $(VENV) (once)"
 	@$(BIN)/python $(PIP_INSTALL) "$(TORCH)" $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
@@ -70,6 +71,9 @@ test-long: $(READY)
 
 claims: $(READY)
 	HYPOTHESIS_PROFILE=default $(BIN)/python tests/claims.py $(ARGS)
+
+check-gpu-code: $(READY)
+	$(BIN)/python bench/check_gpu_code.py --json bench/results/gpu-code.json $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -5,8 +5,8 @@ one the package installs all the same, and plain torch serves. They use libtorch
 built runs with every torch and Python that the package takes. It is built against the headers of the environment's torch, also
 under build isolation, which hides it; only where there is none the build asks for torch of its own.
 
-`csrc/cuda/*.cu` become `prl/_cuda_sm90a.so`, which is no module of Python (prl.kernels.cuda loads it), where there is an nvcc that
-serves; PRL_BUILD_CUDA=0 builds without it, PRL_BUILD_CUDA=1 not without it. No GPU is needed.
+`csrc/cuda/*.cu` become `prl/_cuda_sm90a.so`, which is no module of Python (prl.kernels.cuda loads it), where there is an nvcc
+that serves; PRL_BUILD_CUDA=0 builds without it, PRL_BUILD_CUDA=1 not without it. No GPU is needed.
 """
 
 import importlib.util

@@ -58,7 +58,10 @@ def test_the_build_asks_for_torch_where_there_is_none_and_a_compiler(source: Pat
     )
     command = (venv / "bin" / "python", "setup.py")
     assert run(*command, cwd=source, PYTHONPATH=str(stub), PRL_BUILD_CUDA="0").split() == ["['torch>=2.11']", "False"]
-    assert run(*command, cwd=source, PYTHONPATH=str(stub), PRL_BUILD_CUDA="0", CXX="no-such-compiler").split() == ["None", "False"]
+    assert run(*command, cwd=source, PYTHONPATH=str(stub), PRL_BUILD_CUDA="0", CXX="no-such-compiler").split() == [
+        "None",
+        "False",
+    ]
 
 
 def test_requirements_and_the_makefile_agree() -> None:

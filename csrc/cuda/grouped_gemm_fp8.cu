@@ -92,6 +92,9 @@ const char* prl_cuda_error(int code) {
   }
 }
 
+// Dynamic shared memory of a block of every kernel here.
+int prl_cuda_shared_bytes() { return SHARED_BYTES; }
+
 // out [rows, n] = a [rows, k] . w [experts, n, k]; bfloat16, or float32 where `wide`. k and experts are at least 1.
 int prl_grouped_gemm_fp8(const void* a, const float* a_scales, const void* w, const float* w_scales, const int64_t* starts,
                          const int64_t* counts, void* out, int wide, int64_t rows, int64_t n, int64_t k, int64_t experts,

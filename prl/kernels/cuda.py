@@ -1,7 +1,7 @@
 """The CUDA backend: GEMMs for Hopper out of csrc/cuda, an object of its own with a plain C interface, loaded with ctypes.
 
-The object lies beside the package and needs neither the torch nor the CUDA toolkit that it was built with: prl can be carried to
-another machine as it is. The schemas and their semantics are in prl.kernels.grouped_gemm.
+The object lies beside the package and needs neither the torch nor the CUDA toolkit that it was built with: prl can be carried
+to another machine as it is. The schemas and their semantics are in prl.kernels.grouped_gemm.
 """
 
 from __future__ import annotations
