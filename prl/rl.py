@@ -8,7 +8,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Annotated
@@ -97,14 +97,23 @@ def store(path: Path, text: str) -> None:
     temporary.replace(path)
 
 
-def execute(run: RunDir, config: RunConfig, *, reopen: bool = False, without: Collection[str] = ()) -> State:
+def execute(
+    run: RunDir,
+    config: RunConfig,
+    *,
+    reopen: bool = False,
+    without: Collection[str] = (),
+    began: Callable[[], None] = lambda: None,
+) -> State:
     """Run every stage that is not finished, in a created folder. `reopen`: RL goes on though it was finished.
 
-    RunBusy where another supervisor has the run; OSError where a role cannot be started.
+    `began` is called once the run is ours. RunBusy where another supervisor has it; OSError where a role cannot be started.
     """
-    finished = {name for name, stage in run.stages().items() if stage["done"] and not (reopen and name != "sft")} | set(without)
     lock = RunLock(run)
     try:
+        began()
+        done = {name for name, stage in run.stages().items() if stage["done"] and not (reopen and name != "sft")}
+        finished = done | set(without)
         store(run.config_path, dump(config))
         weights = run.weights_path(config.transport.weights)
         executor = LocalExecutor(run, lock, keep_env=config.launch.pass_env, cleanup=[weights])
@@ -190,8 +199,8 @@ def command(
         raise typer.Exit(CONFIG) from None
     try:
         metrics = run.metrics("supervisor")
-        metrics.log("event", name="start" if resume is None else "resume", overrides=given)
-        state = execute(run, resolved, reopen=changed)
+        name = "start" if resume is None else "resume"
+        state = execute(run, resolved, reopen=changed, began=lambda: metrics.log("event", name=name, overrides=given))
         metrics.log("event", name="end", code=state.code, cause=state.cause)
         if state.code == DONE:
             report(run)

@@ -326,6 +326,7 @@ def test_two_supervisors_cannot_run_one_run(start) -> None:  # type: ignore[no-u
     assert second.end() == 1
     assert f"process {s.process.pid} runs this run" in second.errors
     assert s.process.poll() is None
+    assert '"resume"' not in (s.run / "metrics.jsonl").read_text(), "it leaves no trace in the run that it may not touch"
     s.process.send_signal(signal.SIGTERM)
     assert s.end() == 75
 
