@@ -100,6 +100,8 @@ def _training_distribution(c: RunConfig) -> Found:
         yield "sampling.top_k", f"expected 0 for training rollouts, got {c.sampling.top_k}: {why}; see evaluation.top_k"
     if c.sampling.temperature == 0:
         yield "sampling.temperature", f"expected above 0 for training rollouts: {why}"
+    elif not 1e-5 <= c.sampling.temperature <= 1e5:  # what the engine takes
+        yield "sampling.temperature", f"expected 1e-5 to 1e5, got {c.sampling.temperature:g}"
 
 
 @_reads("sampling.max_length", "sampling.max_tokens", "model.architecture", "inference.kv_tokens", "trainer.pack_tokens")

@@ -54,6 +54,7 @@ def test_the_sound_ones_break_none() -> None:
         ({"sampling": {"top_p": 0.9}}, "sampling.top_p", "see evaluation.top_p"),
         ({"sampling": {"top_k": 5}}, "sampling.top_k", "see evaluation.top_k"),
         ({"sampling": {"temperature": 0}}, "sampling.temperature", "cannot reproduce a truncated"),
+        ({"sampling": {"temperature": 1e-6}}, "sampling.temperature", "expected 1e-5 to 1e5, got 1e-06"),
         ({"sampling": {"max_tokens": 512}}, "sampling.max_tokens", "below max_length"),
         ({"sampling": {"max_length": 513}}, "sampling.max_length", "max_position_embeddings = 512"),
         ({"inference": {"kv_tokens": 100}}, "inference.kv_tokens", "one sample fits"),
