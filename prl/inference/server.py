@@ -160,7 +160,7 @@ class Server:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> Any:
-        given = request.headers.get("Authorization", "").encode()
+        given = request.headers.get("Authorization", "").encode(errors="surrogateescape")  # as it came: bytes of any kind
         if request.path != "/health" and not hmac.compare_digest(given, self._expected):
             return _error(401, "the Authorization header must be 'Bearer <secret>' with the run's secret (its file `secret`)")
         try:

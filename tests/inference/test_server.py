@@ -58,6 +58,10 @@ async def test_every_path_but_health_demands_the_secret() -> None:
                         assert r.status == 401, (path, headers)
                         assert "Authorization" in (await r.json())["error"]["message"]
                 assert (await http.get("/health")).status == 200
+        reader, writer = await asyncio.open_connection(replica.host, replica.port)
+        writer.write(b"GET /metrics HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer \xff\xfe\r\n\r\n")
+        assert (await reader.readline()).startswith(b"HTTP/1.1 401 "), "nor do bytes that are no text"
+        writer.close()
         assert not server.driver.paused and server.engine.counts["prompt"] == 0
 
 
