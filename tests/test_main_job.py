@@ -147,6 +147,7 @@ def test_undisturbed(job: Callable[..., Job]) -> None:
     flips = [s["selection_flip_fraction"] for s in one.steps()]
     assert len(flips) == 8 and flips[0] < 0.01 and max(flips) < 0.2
     summary = json.loads((one.run / "summary.json").read_text())
+    assert 0 < summary["selection_flip_fraction"] < summary["selection_flip_fraction_max"] == max(flips)
     assert summary["steps"] == 8 and summary["rollouts_trained"] == 128
     assert summary["unrouted_fraction"] == 0 and summary["mismatch_kl_own"] < 1e-3 and summary["staleness_max"] <= 2
     assert summary["held_out_sft"] is not None and summary["held_out_final"] is not None

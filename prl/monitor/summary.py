@@ -80,6 +80,10 @@ def summarise(run: RunFolder, config: RunConfig, history: History) -> dict[str, 
         "staleness_mean": sum(s * n for s, n in staleness.items()) / staleness.total() if staleness else None,
         "unrouted_fraction": weighted(history, "unrouted_fraction"),
         "recaptured_fraction": weighted(history, "recaptured_fraction"),
+        "selection_flip_fraction": weighted(history, "selection_flip_fraction"),
+        "selection_flip_fraction_max": max(
+            (r["selection_flip_fraction"] for r in steps.values() if r.get("selection_flip_fraction") is not None), default=None
+        ),
         "rollouts_trained": trained_rollouts(run),
         "rollouts_dropped": dropped.total(),
         "rollouts_dropped_by": dict(sorted(dropped.items())),
