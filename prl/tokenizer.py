@@ -118,12 +118,23 @@ def load(path: Path) -> Tokenizer:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    return json.loads(file.read_text()) if file.is_file() else {}
+    if not file.is_file():
+        return {}
+    try:
+        value = json.loads(file.read_text("utf-8"))
+    except ValueError as error:  # not JSON, or not UTF-8
+        raise TokenizerError(f"tokenizer: {file} cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise TokenizerError(f"tokenizer: {file} holds a {type(value).__name__}, expected an object")
+    return value
 
 
-def _content(token: str | dict[str, Any] | None) -> str | None:
+def _content(token: Any) -> str | None:
     """transformers writes a special token as its text or as an object with it."""
-    return token.get("content") if isinstance(token, dict) else token
+    text = token.get("content") if isinstance(token, dict) else token
+    if text is not None and not isinstance(text, str):
+        raise TokenizerError(f"tokenizer: {token!r:.80} is no special token, expected its text")
+    return text
 
 
 def _by_id(backend: tokenizers.Tokenizer, config: dict[str, Any], key: str) -> str | None:

@@ -68,6 +68,14 @@ def byte_pairs(unknown: str | None = None) -> tokenizers.Tokenizer:
     return backend
 
 
+@pytest.mark.parametrize("settings", [b"{", b"\xff\xfe", b"[]", b'{"eos_token": 5}', b'{"eos_token": {"content": [1]}}'])
+def test_damaged_settings_are_named(tmp_path: Path, settings: bytes) -> None:
+    byte_pairs().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_bytes(settings)
+    with pytest.raises(TokenizerError, match=r"tokenizer_config\.json|no special token"):
+        load(tmp_path)
+
+
 def test_a_file_tokenizer_round_trips_and_finds_its_end_token(tmp_path: Path) -> None:
     byte_pairs().save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(TokenizerError, match="no end-of-text token"):

@@ -133,18 +133,27 @@ def read_spec(source: Path | str | Mapping[str, Any]) -> ModelSpec:
     FileNotFoundError where there is no config.json.
     """
     if isinstance(source, Mapping):
-        return _spec(dict(source), "config")
+        return _understood(dict(source), "config")
     path = Path(source)
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file; a model folder has config.json and *.safetensors")
     try:
-        raw = json.loads(path.read_text())
-    except json.JSONDecodeError as e:
+        raw = json.loads(path.read_text("utf-8"))
+    except ValueError as e:  # nor UTF-8
         raise SpecError(f"{path}: not JSON: {e}") from None
     if not isinstance(raw, dict):
         raise SpecError(f"{path}: expected an object, found {type(raw).__name__}")
-    return _spec(raw, str(path))
+    return _understood(raw, str(path))
+
+
+def _understood(raw: dict[str, Any], where: str) -> ModelSpec:
+    try:
+        return _spec(raw, where)
+    except SetupError:
+        raise
+    except (ArithmeticError, AttributeError, TypeError, ValueError) as e:
+        raise SpecError(f"{where}: a value is of the wrong kind: {e}") from e
 
 
 def _spec(raw: dict[str, Any], where: str) -> ModelSpec:

@@ -78,6 +78,9 @@ def test_an_unsupported_architecture_is_refused_with_the_list():
         ({"rope_scaling": {"type": "yarn", "factor": 4}}, ("yarn", "llama3")),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 4}}, ("low_freq_factor",)),
         ({"partial_rotary_factor": 0.01}, ("rope", "128")),
+        ({"rope_parameters": 5}, ("wrong kind", "int")),
+        ({"rope_theta": "far"}, ("wrong kind", "far")),
+        ({"partial_rotary_factor": float("inf")}, ("wrong kind", "infinity")),
     ],
 )
 def test_values_that_prl_does_not_compute_are_refused_by_name(change, words):
@@ -91,6 +94,9 @@ def test_files(tmp_path):
         read_spec(tmp_path / "nowhere")
     file = tmp_path / "config.json"
     file.write_text("{")
+    with pytest.raises(SpecError, match="not JSON"):
+        read_spec(tmp_path)
+    file.write_bytes(b"\xff\xfe")
     with pytest.raises(SpecError, match="not JSON"):
         read_spec(tmp_path)
     file.write_text("[]")
