@@ -175,3 +175,11 @@ def test_large_logits_lose_no_entropy() -> None:
         h[0, 2] = shift
         entropies.append(logprobs(h, w.bfloat16().float(), torch.tensor([3]), 1.0, chunk=1)[1])
     assert (entropies[0] - entropies[1]).abs() < 2e-3
+
+
+def test_rows_without_a_label_have_no_gradient_whatever_they_meet() -> None:
+    h, w = cases.normal("cpu", 4, 16).requires_grad_(), cases.normal("cpu", 9, 16, seed=1)
+    w[2] = torch.inf
+    logprob, entropy = logprobs(h, w, torch.tensor([1, -100, 3, -100]), 1.0, chunk=4)
+    (d_h,) = torch.autograd.grad(logprob.sum() + entropy.sum(), h)
+    assert d_h[[1, 3]].eq(0).all() and not d_h[[0, 2]].isfinite().all()
