@@ -4,6 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 import prl_triton
@@ -44,6 +46,32 @@ def gemms() -> Iterator[cases.Case]:
 @pytest.mark.parametrize("case", list(gemms()), ids=str)
 def test_agrees_with_the_reference(case: cases.Case) -> None:
     cases.check(case, prl_triton.OPS)
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    counts=st.lists(st.sampled_from([0, 1, 3, 64, 65, 129]), max_size=5),
+    n=st.integers(1, 70),
+    k=st.integers(0, 70),
+    dtype=st.sampled_from([BF16, F32]),
+    align=st.sampled_from([1, 8]),
+    around=st.tuples(st.integers(0, 5), st.integers(0, 130)),
+)
+def test_any_groups(counts: list[int], n: int, k: int, dtype: torch.dtype, align: int, around: tuple[int, int]) -> None:
+    for case in cases.products("cpu", counts, n, k, dtype, align=align, before=around[0], after=around[1]):
+        cases.check(case, prl_triton.OPS)
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    counts=st.lists(st.sampled_from([0, 1, 127, 128, 130]), max_size=4),
+    n=st.sampled_from([128, 256]),
+    k=st.sampled_from([0, 128, 384]),
+    around=st.tuples(st.sampled_from([0, 128]), st.sampled_from([0, 256])),
+)
+def test_any_fp8_groups(counts: list[int], n: int, k: int, around: tuple[int, int]) -> None:
+    for case in cases.products_fp8("cpu", counts, n, k, before=around[0], after=around[1]):
+        cases.check(case, prl_triton.OPS)
 
 
 def alone(row: int, e: int, n_groups: int, align: int) -> tuple[Tensor, Tensor]:
