@@ -22,7 +22,7 @@ BF16, F32 = torch.bfloat16, torch.float32
 
 def gemms() -> Iterator[cases.Case]:
     for dtype in (BF16, F32):
-        yield from cases.products("cpu", [3, 0, 130, 70], 72, 40, dtype, before=2, after=5)
+        yield from cases.products("cpu", [3, 0, 130, 70], 72, 70, dtype, before=2, after=5)
         yield from cases.products("cpu", [5, 0, 3], 7, 5, dtype, align=4)
         yield from cases.products("cpu", [1], 1, 1, dtype)
         yield from cases.products("cpu", [], 5, 6, dtype, after=4)
@@ -37,8 +37,9 @@ def gemms() -> Iterator[cases.Case]:
     yield from cases.products_fp8("cpu", [2], 0, 128)
     for sizes in ((70, 24, 130), (3, 5, 7), (1, 1, 1), (0, 4, 8), (4, 0, 8), (4, 3, 0)):
         yield from cases.router_products("cpu", *sizes)
+    yield from cases.heads("cpu", 70, 300, 72, 48, BF16, BF16)
+    yield from cases.heads("cpu", 40, 140, 40, 24, F32, F32)
     for types in ((BF16, BF16), (F32, F32), (BF16, F32)):
-        yield from cases.heads("cpu", 70, 300, 72, 32, *types)
         yield from cases.heads("cpu", 5, 3, 2, 100, *types)
         yield from cases.heads("cpu", 0, 5, 4, 8, *types)
 
