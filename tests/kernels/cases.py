@@ -276,6 +276,79 @@ def _slopes(gate_up: Tensor, grad: Tensor) -> Callable[[Outputs, Outputs], None]
     return agree
 
 
+def scorings(device: str, tokens: int, experts: int) -> Iterator[Case]:
+    for scoring in ("sigmoid", "softmax"):
+        logits = 4 * normal("cpu", tokens, experts)
+        yield Case("router_scores", f"{tokens}x{experts}-{scoring}", (logits.to(device), scoring), within(4))
+        if tokens > 4:
+            logits[0], logits[1, 0], logits[2, 0], logits[3, 0] = -torch.inf, torch.nan, torch.inf, -torch.inf
+            logits[4] *= 30
+            yield Case("router_scores", f"{tokens}x{experts}-{scoring}-awkward", (logits.to(device), scoring), within(4))
+
+
+def routings(
+    device: str, tokens: int, experts: int, top_k: int, n_group: int = 1, topk_group: int = 1, ids: torch.dtype = torch.uint8
+) -> Iterator[Case]:
+    """Many ties, some scores that are no numbers; replay with ids out of range and repeated, and padding rows."""
+    generator = torch.Generator().manual_seed(0)
+    label = f"{tokens}x{experts}-top{top_k}" + f"-{topk_group}of{n_group}" * (n_group > 1)
+    scores = (8 * normal("cpu", tokens, experts).sigmoid()).round() / 8
+    odd = torch.tensor([torch.nan, torch.inf, -torch.inf, -0.0])
+    for row in range(min(tokens - 1, 8)):
+        places = torch.randint(0, experts, (3,), generator=generator)
+        scores[row, places] = odd[torch.randint(0, 4, (3,), generator=generator)]
+    bias = (4 * normal("cpu", experts, seed=1)).round() / 8
+    recorded = torch.rand(tokens, experts, generator=generator).argsort(1)[:, :top_k].clone()
+    recorded[1::5, :1] = experts
+    recorded[2::5, -1:] = recorded[2::5, :1]
+    routed, padding = (torch.rand(tokens, generator=generator) < share for share in (0.7, 0.4))
+    scores, bias, recorded, routed, padding = (t.to(device) for t in (scores, bias, recorded.to(ids), routed, padding))
+    choices = {
+        "plain": (None, None, None, None),
+        "bias": (bias, None, None, None),
+        "replay": (bias, recorded, None, None),
+        "partly": (None, recorded, routed, None),
+        "padding": (bias, None, None, padding),
+        "all": (bias, recorded, routed, padding),
+    }
+    for name, optional in choices.items():
+        for normalise in (True, False):
+            args = (scores, *optional, top_k, n_group, topk_group, normalise, 2.5)
+            yield Case("route", f"{label}-{name}{'' if normalise else '-as-is'}", args, exactly)
+    wide, d_weights = normal("cpu", tokens, experts).sigmoid().to(device), normal(device, tokens, top_k, seed=2)
+    chosen = torch.randint(0, experts, (tokens, top_k), generator=generator).to(device)
+    for normalise in (True, False):
+        exact = reference("route_backward")(d_weights.double(), wide.double(), chosen, normalise, 2.5)
+        total = wide.gather(1, chosen).sum(1, keepdim=True) if normalise else 1
+        bound = 2**-20 * d_weights.norm(dim=1, keepdim=True) / total
+        args = (d_weights, wide, chosen, normalise, 2.5)
+        yield Case("route_backward", f"{label}{'' if normalise else '-as-is'}", args, near(exact, bound))
+
+
+def inspections(device: str, tokens: int, layers: int, k: int, ids: torch.dtype) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(0)
+    for faulty in (False, True):
+        routes = torch.rand(tokens, layers, 100, generator=generator).argsort(-1)[..., :k].clone()
+        if faulty:
+            routes[torch.rand(tokens, layers, k, generator=generator) < 0.01] = 100 if ids == torch.uint8 else -1
+            routes[1::7, :, :1] = routes[1::7, :, -1:]
+        routed = (torch.rand(tokens, generator=generator) < 0.5).to(device)
+        for mask in (None, routed):
+            label = (
+                f"{tokens}x{layers}x{k}-{str(ids).removeprefix('torch.')}{'-faulty' * faulty}{'-partly' * (mask is not None)}"
+            )
+            yield Case("inspect_routes", label, (routes.to(ids).to(device), mask, 100), exactly)
+
+
+def near(exact: Tensor, bound: Tensor) -> Callable[[Outputs, Outputs], None]:
+    """The only output as near to the float64 result as `bound`, which broadcasts."""
+
+    def agree(got: Outputs, want: Outputs) -> None:
+        assert bool(((got[0].double() - exact).abs() <= bound).all())
+
+    return agree
+
+
 def groups(device: str, counts: list[int], align: int, *, before: int = 0, after: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     """(starts, counts, which of all rows are of a group [R]) with so many rows before the first group and after the last."""
     starts = [before]

@@ -9,7 +9,8 @@ import prl_triton
 from prl_triton import configs
 from tests.kernels import cases
 
-BIG = {"permute": "ROWS", "combine": "TOKENS", "combine_backward": "ROWS", "swiglu": "ROWS", "swiglu_backward": "ROWS"}
+BIG = dict.fromkeys(("permute", "combine_backward", "swiglu", "swiglu_backward"), "ROWS")
+BIG |= dict.fromkeys(("combine", "router_scores", "route", "route_backward"), "TOKENS")
 for op, size in BIG.items():
     configs._table()[op][size] = 64  # results do not depend on tiles, the time here does
 
@@ -32,6 +33,15 @@ def glue() -> Iterator[cases.Case]:
     for dtype in (BF16, F32):
         for sizes in ((256, 256), (37, 128), (5, 100), (0, 128), (128, 0)):
             yield from cases.swiglus("cpu", *sizes, dtype)
+    for sizes in ((30, 20), (1, 1), (0, 8), (3, 0)):
+        yield from cases.scorings("cpu", *sizes)
+    for sizes in ((30, 20, 3), (12, 24, 4, 4, 2), (9, 6, 2, 6, 3), (1, 1, 1), (0, 4, 2)):
+        yield from cases.routings("cpu", *sizes)
+    yield from cases.routings("cpu", 12, 10, 10, ids=torch.int16)
+    for ids in (torch.uint8, torch.uint16, torch.int32, torch.int64):
+        yield from cases.inspections("cpu", 30, 3, 5, ids)
+    for sizes in ((0, 3, 2), (3, 0, 2), (3, 2, 1)):
+        yield from cases.inspections("cpu", *sizes, torch.uint8)
 
 
 @pytest.mark.parametrize("case", list(glue()), ids=str)
