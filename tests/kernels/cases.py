@@ -340,6 +340,31 @@ def inspections(device: str, tokens: int, layers: int, k: int, ids: torch.dtype)
             yield Case("inspect_routes", label, (routes.to(ids).to(device), mask, 100), exactly)
 
 
+def indexes(device: str, batch: int, queries: int, keys: int, heads: int, width: int, dtype: torch.dtype) -> Iterator[Case]:
+    q, k = normal(device, batch, queries, heads, width, dtype=dtype), normal(device, batch, keys, width, dtype=dtype, seed=1)
+    weights = normal(device, batch, queries, heads, seed=2)
+    label = f"{batch}x{queries}x{keys}-{heads}x{width}-{str(dtype).removeprefix('torch.')}"
+    exact = reference("index_scores")(q.double(), k.double(), weights.double())
+    # sums of `width` products, then of `heads`
+    products = q.double().abs().flatten(1, 2) @ k.double().abs().transpose(1, 2)
+    bound = 2**-20 * (products.unflatten(1, (queries, heads)) * weights.double().abs()[..., None]).sum(2)
+    yield Case("index_scores", label, (q, k, weights), near(exact, bound))
+
+
+def selections(device: str, queries: int, keys: int, top_k: int) -> Iterator[Case]:
+    """Few values and so many ties; rows of one value, of few candidates, and with scores that are no numbers."""
+    generator = torch.Generator().manual_seed(0)
+    scores = (2 * normal("cpu", 2, queries, keys)).round()
+    scores[:, ::3] += normal("cpu", 2, queries, keys, seed=1)[:, ::3]
+    mask = torch.rand(2, queries, keys, generator=generator) < 0.8
+    scores[0, :1], mask[0, 1:2] = 0.0, False
+    mask[0, 2:4, 3:] = False
+    for value, row in ((torch.nan, 4), (torch.inf, 5), (-torch.inf, 6), (-torch.inf, 2), (-0.0, 7)):
+        scores[:, row : row + 1][torch.rand(2, min(1, max(queries - row, 0)), keys, generator=generator) < 0.1] = value
+    scores[1, 4:5] = torch.nan
+    yield Case("index_select", f"{queries}x{keys}-top{top_k}", (scores.to(device), mask.to(device), top_k), exactly)
+
+
 def near(exact: Tensor, bound: Tensor) -> Callable[[Outputs, Outputs], None]:
     """The only output as near to the float64 result as `bound`, which broadcasts."""
 

@@ -42,6 +42,11 @@ def glue() -> Iterator[cases.Case]:
         yield from cases.inspections("cpu", 30, 3, 5, ids)
     for sizes in ((0, 3, 2), (3, 0, 2), (3, 2, 1)):
         yield from cases.inspections("cpu", *sizes, torch.uint8)
+    for dtype in (BF16, F32):
+        for sizes in ((2, 70, 40, 3, 20), (1, 1, 130, 2, 64), (1, 3, 5, 0, 8), (2, 0, 3, 2, 8), (1, 2, 0, 2, 8)):
+            yield from cases.indexes("cpu", *sizes, dtype)
+    for selection in ((9, 100, 7), (9, 300, 40), (3, 5, 5), (0, 9, 3), (3, 0, 2), (8, 2, 1)):
+        yield from cases.selections("cpu", *selection)
 
 
 @pytest.mark.parametrize("case", list(glue()), ids=str)
