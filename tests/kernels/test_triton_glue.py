@@ -9,5 +9,6 @@ from tests.kernels import interpreted
 pytest.importorskip("triton")
 
 
+@pytest.mark.timeout(400)  # half a minute where nothing else runs
 def test_under_the_interpreter(tmp_path: Path) -> None:
     interpreted.run("triton_glue.py", tmp_path)
