@@ -20,7 +20,7 @@ def run(file: str, folder: Path, **env: str) -> None:
         env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path} | env,
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=390,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
