@@ -1,10 +1,12 @@
-// The router after its GEMM. A row's scores are few: they are sorted as integers in the cache, the best found K times over in a
-// tournament of two rounds, sixteen at a time. Whoever replays recorded experts skips that and reads only the scores they need.
+// The router after its GEMM. Of a row's scores, as integers in the cache, only those above a bound that at least K reach are
+// looked at again, and these are few enough to compare each with each: no branch depends on the scores. A row that replays
+// recorded experts skips all of that and reads only the scores that it needs.
 
 #ifndef PRL_PATH
 
 #include "common.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 
@@ -227,40 +229,75 @@ PRL_INLINE vi keys_of(vf x) {
 
 PRL_INLINE float score_of(int32_t key) { return bits_to_float(key ^ ((key >> 31) & 0x7fffffff)); }
 
-// Sixteen keys in registers.
-struct Sixteen {
-  vi part[16 / kLanes];
-
-  PRL_INLINE_MEMBER explicit Sixteen(const int32_t* keys) {
-    for (int v = 0; v < 16 / kLanes; ++v) part[v] = load(keys + v * kLanes);
-  }
-
-  PRL_INLINE_MEMBER int32_t top() const {
-    vi m = part[0];
-    for (int v = 1; v < 16 / kLanes; ++v) m = max(m, part[v]);
-    return max_of(m);
-  }
-
-  // The place of the first that equals `key`; there is one.
-  PRL_INLINE_MEMBER int find(int32_t key) const {
+// The places in `keys`, a multiple of sixteen, of those that are at least `bound`, in order; how many there are.
+PRL_INLINE int64_t collect(const int32_t* keys, int64_t n, int32_t bound, int32_t* places) {
+  int64_t count = 0;
 #if PRL_WIDTH == 64
-    return __builtin_ctz(_mm512_cmpeq_epi32_mask((__m512i)part[0], _mm512_set1_epi32(key)));
-#else
-    int i = 0;
-    while (part[i / kLanes][i % kLanes] != key) ++i;
-    return i;
-#endif
+  __m512i place = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  for (int64_t i = 0; i < n; i += 16) {
+    __mmask16 found = _mm512_cmpge_epi32_mask((__m512i)load(keys + i), _mm512_set1_epi32(bound));
+    _mm512_storeu_si512(places + count, _mm512_maskz_compress_epi32(found, place));
+    count += __builtin_popcount(found);
+    place = _mm512_add_epi32(place, _mm512_set1_epi32(16));
   }
+#else
+  for (int64_t i = 0; i < n; ++i) {
+    places[count] = int32_t(i);
+    count += keys[i] >= bound;
+  }
+#endif
+  return count;
+}
 
-  // Here and in `keys`, whole vectors at a time: the next to read them need not wait.
-  PRL_INLINE_MEMBER void set(int place, int32_t key, int32_t* keys) {
-    static const int32_t places[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+// How many of sixteen keys are at least each of them.
+PRL_INLINE void count_at_least(const int32_t* keys, vi* counts) {
+  for (int v = 0; v < 16 / kLanes; ++v) {
+    counts[v] = vi{};
+    for (int j = 0; j < 16; ++j) counts[v] -= keys[j] >= load(keys + v * kLanes);
+  }
+}
+
+// The place of each of n <= 16 keys in descending order, the first first among equals.
+PRL_INLINE void rank(const int32_t* keys, int64_t n, int32_t* ranks) {
+  static const int32_t kLater[32] = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
+  for (int v = 0; v < 16 / kLanes; ++v) {
+    vi mine = load(keys + v * kLanes), counts = {};
+    for (int64_t j = 0; j < n; ++j) counts -= keys[j] > mine - load(kLater + 15 - j + v * kLanes);
+    store(ranks + v * kLanes, counts);
+  }
+}
+
+// The top_k best of `keys`, n padded to a multiple of sixteen by INT32_MIN: the lanes' largest keys tell a bound that few are
+// above, so few that comparing each with each sorts them.
+PRL_INLINE void choose(const int32_t* keys, int64_t n, int64_t top_k, std::vector<int32_t>& places, int64_t* ids) {
+  int32_t bound = INT32_MIN + 1;
+  if (n > 16 && top_k <= 16) {
+    alignas(64) int32_t tops[16];
+    vi top[16 / kLanes], counts[16 / kLanes];
     for (int v = 0; v < 16 / kLanes; ++v) {
-      part[v] = load(places + v * kLanes) == place ? vi{} + key : part[v];
-      store(keys + v * kLanes, part[v]);
+      top[v] = load(keys + v * kLanes);
+      for (int64_t i = 16; i < n; i += 16) top[v] = max(top[v], load(keys + i + v * kLanes));
+      store(tops + v * kLanes, top[v]);
+    }
+    count_at_least(tops, counts);
+    for (int v = 0; v < 16 / kLanes; ++v) {
+      int32_t most = max_of(counts[v] >= int32_t(top_k) ? top[v] : vi{} + bound);
+      bound = most > bound ? most : bound;
     }
   }
-};
+  int64_t count = collect(keys, n, bound, places.data());
+  if (count > 16) {
+    auto better = [&](int32_t a, int32_t b) { return keys[a] > keys[b] || (keys[a] == keys[b] && a < b); };
+    std::partial_sort(places.begin(), places.begin() + top_k, places.begin() + count, better);
+    for (int64_t k = 0; k < top_k; ++k) ids[k] = places[k];
+    return;
+  }
+  alignas(64) int32_t found[16], ranks[16], order[16];
+  for (int i = 0; i < 16; ++i) found[i] = i < count ? keys[places[i]] : INT32_MIN;
+  rank(found, count, ranks);
+  for (int64_t i = 0; i < count; ++i) order[ranks[i]] = places[i];
+  for (int64_t k = 0; k < top_k; ++k) ids[k] = order[k];
+}
 
 // The groups that take part keep their keys, the others become −infinity.
 static void limit_groups(int32_t* keys, const Route& r, std::vector<int32_t>& best) {
@@ -285,8 +322,8 @@ static void limit_groups(int32_t* keys, const Route& r, std::vector<int32_t>& be
 }
 
 static void route_rows(const Route& r, int64_t begin, int64_t end, int64_t* found) {
-  int64_t blocks = (r.experts + 15) / 16, rounds = (blocks + 15) / 16;
-  std::vector<int32_t> keys(rounds * 256, INT32_MIN), tops(rounds * 16), best(r.groups);
+  int64_t padded = (r.experts + 15) / 16 * 16;
+  std::vector<int32_t> keys(padded, INT32_MIN), places(padded + 16), best(r.groups);
   Judge judge(r.experts);
   for (int64_t t = begin; t < end; ++t) {
     const float* scores = r.scores + t * r.experts;
@@ -304,28 +341,16 @@ static void route_rows(const Route& r, int64_t begin, int64_t end, int64_t* foun
         vf x = load(scores + i, left);
         store(&keys[i], keys_of(r.bias ? x + load(r.bias + i, left) : x));
       }
-      for (int64_t e = r.experts; e < blocks * 16; ++e) keys[e] = INT32_MIN;
+      for (int64_t e = r.experts; e < padded; ++e) keys[e] = INT32_MIN;
       if (r.top_groups < r.groups) limit_groups(keys.data(), r, best);
-      for (int64_t b = 0; b < rounds * 16; ++b) tops[b] = Sixteen(&keys[b * 16]).top();
-      for (int64_t k = 0; k < r.top_k; ++k) {
-        int64_t round = 0;
-        int32_t top = INT32_MIN;
-        for (int64_t i = 0; i < rounds; ++i)
-          if (int32_t other = Sixteen(&tops[i * 16]).top(); other > top) top = other, round = i;
-        Sixteen some(&tops[round * 16]);
-        int64_t b = round * 16 + some.find(top);
-        Sixteen block(&keys[b * 16]);
-        int lane = block.find(top);
-        ids[k] = b * 16 + lane;
-        block.set(lane, INT32_MIN, &keys[b * 16]);
-        some.set(int(b % 16), block.top(), &tops[round * 16]);
-      }
+      choose(keys.data(), padded, r.top_k, places, ids);
     }
     float* weights = r.weights + t * r.top_k;
     float total = 0;
     for (int64_t k = 0; k < r.top_k; ++k) total += weights[k] = scores[ids[k]];
-    total += 1e-20f;
-    for (int64_t k = 0; k < r.top_k; ++k) weights[k] = (r.normalise ? weights[k] / total : weights[k]) * r.scale;
+    total = r.normalise ? total + 1e-20f : 1.0f;
+    for (int64_t k = 0; k < r.top_k; k += kLanes)
+      store(weights + k, load(weights + k, r.top_k - k) / total * r.scale, r.top_k - k);
   }
 }
 

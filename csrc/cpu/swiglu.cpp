@@ -133,7 +133,7 @@ STABLE_TORCH_LIBRARY_IMPL(prl_cpu, CPU, m) {
 
 #include "fp8.h"
 
-PRL_INLINE vf product(vf gate, vf up) { return gate * sigmoid(gate) * up; }
+PRL_INLINE vf product(vf gate, vf up) { return gate * exact_sigmoid(gate) * up; }
 
 template <class T>
 static void forward(const T* gate_up, int64_t width, T* to, int64_t begin, int64_t end) {
@@ -151,7 +151,7 @@ static void backward(const T* gate_up, const T* grads, int64_t width, T* to, int
     T *d_gate = to + 2 * r * width, *d_up = d_gate + width;
     for (int64_t i = 0; i < width; i += kLanes) {
       int64_t n = width - i;
-      vf gate = load(gates + i, n), up = load(ups + i, n), grad = load(grad_row + i, n), s = sigmoid(gate);
+      vf gate = load(gates + i, n), up = load(ups + i, n), grad = load(grad_row + i, n), s = exact_sigmoid(gate);
       store(d_gate + i, grad * up * (s * (1.0f + gate * (1.0f - s))), n);
       store(d_up + i, grad * (gate * s), n);
     }
@@ -210,7 +210,7 @@ static void backward_quantise(const T* gate_up, const T* grads, const float* wei
         const T* grad_row = grads + (down + r) * width + right;
         for (int j = 0; j < kParts; ++j) {
           int at = j * kLanes;
-          vf gate = load(gates + at), up = load(ups + at), plain = load(grad_row + at), s = sigmoid(gate);
+          vf gate = load(gates + at), up = load(ups + at), plain = load(grad_row + at), s = exact_sigmoid(gate);
           vf a = gate * s * up, grad = plain * weights[down + r];
           vf& sum = d_weights[r].part[j % (16 / kLanes)];
           sum = sum + plain * a;

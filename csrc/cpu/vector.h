@@ -35,15 +35,30 @@ PRL_INLINE vi load(const int32_t* p) {
 PRL_INLINE void store(int32_t* p, vi v) { memcpy(p, &v, sizeof v); }
 PRL_INLINE void store(float* p, vf v) { memcpy(p, &v, sizeof v); }
 
-// As `to_bf16`.
-PRL_INLINE void store(bf16* p, vf v) {
+// As prl::to_bf16.
+PRL_INLINE vh to_bf16(vf v) {
   vu bits = (vu)v;
   vu rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-  vh h = __builtin_convertvector(v == v ? rounded : vu{} + 0x7fc0, vh);
+  return __builtin_convertvector(v == v ? rounded : vu{} + 0x7fc0, vh);
+}
+
+PRL_INLINE void store(bf16* p, vf v) {
+  vh h = to_bf16(v);
   memcpy(p, &h, sizeof h);
 }
 
-// The first n elements; the others are `rest`.
+// The first n elements; the others are `rest`, and are not stored.
+#if PRL_WIDTH == 64
+PRL_INLINE __mmask16 first(int64_t n) { return n >= 16 ? 0xffff : (1u << n) - 1; }
+PRL_INLINE vf load(const float* p, int64_t n, float rest = 0) {
+  return (vf)_mm512_mask_loadu_ps((__m512)splat(rest), first(n), p);
+}
+PRL_INLINE vf load(const bf16* p, int64_t n) {
+  return (vf)(__builtin_convertvector((vh)_mm256_maskz_loadu_epi16(first(n), p), vu) << 16);
+}
+PRL_INLINE void store(float* p, vf v, int64_t n) { _mm512_mask_storeu_ps(p, first(n), (__m512)v); }
+PRL_INLINE void store(bf16* p, vf v, int64_t n) { _mm256_mask_storeu_epi16(p, first(n), (__m256i)to_bf16(v)); }
+#else
 template <class T>
 PRL_INLINE vf load(const T* p, int64_t n, T rest = 0) {
   if (n >= kLanes) return load(p);
@@ -51,7 +66,6 @@ PRL_INLINE vf load(const T* p, int64_t n, T rest = 0) {
   for (int i = 0; i < kLanes; ++i) part[i] = i < n ? p[i] : rest;
   return load(part);
 }
-
 template <class T>
 PRL_INLINE void store(T* p, vf v, int64_t n) {
   if (n >= kLanes) return store(p, v);
@@ -59,6 +73,7 @@ PRL_INLINE void store(T* p, vf v, int64_t n) {
   store(part, v);
   memcpy(p, part, n * sizeof(T));
 }
+#endif
 
 PRL_INLINE vi max(vi a, vi b) { return a > b ? a : b; }
 
@@ -93,43 +108,58 @@ struct Sum {
   }
 };
 
-// e^x as a float, within 0.8 units in the last place (infinite from 88.72284, gradual underflow, NaN stays), and what rounding
-// took from it. e^x = 2^n e^r, |r| <= ln 2 / 2, by the polynomial of Cephes' expf (S. Moshier). What r and 1 + r lose in
-// rounding is added again at the end; 2^n goes in two factors so that neither overflows.
+// 2^(i/16), and what rounding took from it.
+static const float kRoots[16] = {0x1p+0f,        0x1.0b5586p+0f, 0x1.172b84p+0f, 0x1.2387a6p+0f, 0x1.306fep+0f,  0x1.3dea64p+0f,
+                                 0x1.4bfdaep+0f, 0x1.5ab07ep+0f, 0x1.6a09e6p+0f, 0x1.7a1148p+0f, 0x1.8ace54p+0f, 0x1.9c4918p+0f,
+                                 0x1.ae89fap+0f, 0x1.c199bep+0f, 0x1.d5818ep+0f, 0x1.ea4afap+0f};
+static const float kRootRests[16] = {0x0p+0f,          0x1.9f3122p-25f, -0x1.c15742p-27f, 0x1.ceac48p-25f,
+                                     0x1.4636e2p-25f,  0x1.824684p-25f, -0x1.593abcp-25f, -0x1.5bd5ecp-27f,
+                                     0x1.9fcef4p-26f,  -0x1.829fdp-25f, 0x1.15506ep-27f,  0x1.51f848p-27f,
+                                     -0x1.a94b14p-26f, -0x1.3d56b2p-27f, -0x1.822dbcp-27f, 0x1.52486cp-27f};
+
+PRL_INLINE vf lookup(const float* table, vi index) {
+#if PRL_WIDTH == 64
+  return (vf)_mm512_permutexvar_ps((__m512i)index, _mm512_loadu_ps(table));
+#else
+  vf v;
+  for (int i = 0; i < kLanes; ++i) v[i] = table[index[i] & 15];
+  return v;
+#endif
+}
+
+// e^x for x <= 0 as a float, within 0.51 units in the last place (gradual underflow, NaN stays), and what rounding took from it.
+// x = n ln 2 / 16 + r, so that e^x is 2^(n/16), of which the table has the fraction, times 1 + r + r²/2 + r³/6 with |r| < 0.022.
+// Adding `shift` rounds to n in the lowest bits, in such a way that the next eight are the exponent of 2^(64 + n/16).
 struct Exponential {
   vf value, rest;
 };
 
 PRL_INLINE Exponential exponential(vf x) {
-  x = x > 89.0f ? splat(89.0f) : x;
-  x = x < -105.0f ? splat(-105.0f) : x;
-  const float shift = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, in the low bits
-  vf shifted = x * 1.44269504088896341f + shift;
-  vf n = shifted - shift;
-  vf high = x - n * 0.693359375f, low = n * 2.12194440e-4f;
-  vf r = high + low, lost = (high - r) + low;
-  vf p = splat(1.9875691500e-4f);
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  vf one = 1.0f + r, rest = (r - (one - 1.0f)) + (p * (r * r) + lost), y = one + rest;
-  vi exponent = (vi)shifted - 0x4b400000;
-  vi half = exponent >> 1;
-  vf scale = (vf)((half + 127) << 23), more = (vf)((exponent - half + 127) << 23);
-  return {y * scale * more, (rest - (y - one)) * scale * more};
+  const float shift = 12582912.0f + 16 * (127 + 64);
+  x = x < -120.0f ? splat(-120.0f) : x;
+  vf shifted = x * 23.083120654223414f + shift, n = shifted - shift;
+  vf r = (x - n * 0x1.62ep-5f) - n * 1.9966364561696537e-6f;
+  vf root = lookup(kRoots, (vi)shifted);
+  vf small = root * (r + r * r * (0.5000162f + r * 0.16666667f)) + lookup(kRootRests, (vi)shifted);
+  vf y = root + small, scale = (vf)(((vi)shifted << 19) & 0x7f800000);
+  return {y * scale * 0x1p-64f, (small - (y - root)) * (scale * 0x1p-64f)};
 }
 
 PRL_INLINE vf exp(vf x) { return exponential(x).value; }
 
-// Within 1 unit; 0 where e^-x overflows. By way of e^-|x|, the error of numerator and denominator taken off at the end with a
-// straight line for the reciprocal of the denominator, which is 1 to 2.
+PRL_INLINE vf minus_magnitude(vf x) { return (vf)((vu)x | 0x80000000); }
+
+// The logistic function by way of e^-|x|, so that nothing overflows; 0 where e^-x would. Within 2 units.
 PRL_INLINE vf sigmoid(vf x) {
-  Exponential e = exponential((vf)((vu)x | 0x80000000));
+  vf e = exp(x < -88.72284f ? splat(-120.0f) : minus_magnitude(x));
+  return (x < 0.0f ? e : splat(1.0f)) / (1.0f + e);
+}
+
+// Within 1 unit: the errors of numerator and denominator are taken off, with a straight line for 1 / denominator.
+PRL_INLINE vf exact_sigmoid(vf x) {
+  Exponential e = exponential(x < -88.72284f ? splat(-120.0f) : minus_magnitude(x));
   vf below = 1.0f + e.value, below_rest = (e.value - (below - 1.0f)) + e.rest;
   vf above = x < 0.0f ? e.value : splat(1.0f), above_rest = x < 0.0f ? e.rest : vf{};
   vf s = above / below;
-  s = s + (above_rest - s * below_rest) * (1.457f - 0.4857f * below);
-  return x < -88.72284f ? vf{} : s;
+  return s + (above_rest - s * below_rest) * (1.457f - 0.4857f * below);
 }
