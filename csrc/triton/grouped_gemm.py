@@ -24,6 +24,8 @@ from prl_triton.fp8 import HARDWARE, narrow, widen
 from prl_triton.launch import launch
 
 BLOCK = 128
+GENERAL = ["R", "E", "tiles_m", "starts_ptr", "counts_ptr"]
+"""What kernels are not compiled anew for: numbers of rows and groups, and where the groups' sizes lie."""
 
 
 @triton.jit
@@ -105,7 +107,7 @@ def tile_of_rows(tile, starts_ptr, counts_ptr, R, E, BLOCK_M: tl.constexpr, SPAN
     return group, row, limit, stop
 
 
-@triton.jit(do_not_specialize=["R", "E", "tiles_m"])
+@triton.jit(do_not_specialize=GENERAL)
 def gemm_kernel(
     a_ptr,
     w_ptr,
@@ -160,7 +162,7 @@ def add_halves(total, out_ptr, rows, column, M, N, BLOCK_M: tl.constexpr, BLOCK_
             tl.store(out_ptrs, tl.load(out_ptrs, mask=inside) + right, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=GENERAL)
 def weight_kernel(
     g_ptr,
     a_ptr,
@@ -196,7 +198,7 @@ def weight_kernel(
         add_halves(total, out_ptr + group.to(tl.int64) * N * K, n, tile_k * BLOCK_K, N, K, BLOCK_N, BLOCK_K)
 
 
-@triton.jit(do_not_specialize=["R", "E"])
+@triton.jit(do_not_specialize=GENERAL)
 def fp8_kernel(
     a_scales_ptr,
     w_scales_ptr,
@@ -244,7 +246,7 @@ def fp8_kernel(
     tl.store(out_ptrs, narrow(total, out_ptr.dtype.element_ty), mask=(rows < R)[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=GENERAL)
 def weight_fp8_kernel(
     g_scales_ptr,
     a_scales_ptr,

@@ -27,6 +27,8 @@ from prl_triton.router_logits import dense, dense_aot
 
 IGNORE = tl.constexpr(-100)
 LOWEST = tl.constexpr(-3.4028234663852886e38)
+GENERAL = ["first", "C", "labels_ptr", "temperature_ptr", "entropy_ptr", "total_ptr", "d_logprob_ptr", "d_entropy_ptr"]
+"""What kernels are not compiled anew for: the number of rows, and vectors of rows that begin anywhere in their storage."""
 
 
 @triton.jit
@@ -60,7 +62,7 @@ def labels_of(labels_ptr, rows):
     return labels, labels != IGNORE
 
 
-@triton.jit(do_not_specialize=["first", "C"])
+@triton.jit(do_not_specialize=GENERAL)
 def statistics_kernel(
     hidden_ptr,
     weight_ptr,
@@ -102,7 +104,7 @@ def statistics_kernel(
         tl.store(part_ptrs + 2 * C, t_left + t_right, mask=places < C)
 
 
-@triton.jit(do_not_specialize=["first", "C"])
+@triton.jit(do_not_specialize=GENERAL)
 def join_kernel(labels_ptr, parts_ptr, chosen_ptr, logprob_ptr, entropy_ptr, total_ptr, first, C, parts, BLOCK_M: tl.constexpr):
     places = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     rows = first + places
@@ -134,7 +136,7 @@ def store_sum(x, high_ptr, low_ptr, rows, column, M, N, STRIDE, WIDE: tl.constex
         tl.store(low_ptr + offsets, narrow(x - widen(high), low_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["first", "C"])
+@triton.jit(do_not_specialize=GENERAL)
 def d_logits_kernel(
     hidden_ptr,
     weight_ptr,
@@ -185,7 +187,7 @@ def d_logits_kernel(
     store_sum(right, high_ptr, low_ptr, places, tile_n * BLOCK_N + BLOCK_N // 2, C, V, STRIDE, WIDE, BLOCK_N // 2)
 
 
-@triton.jit(do_not_specialize=["first", "C"])
+@triton.jit(do_not_specialize=GENERAL)
 def d_hidden_kernel(
     high_ptr,
     low_ptr,
@@ -229,7 +231,7 @@ def d_hidden_kernel(
     tl.store(out_ptrs, narrow(total, d_hidden_ptr.dtype.element_ty), mask=(places < C)[:, None] & (columns < D)[None, :])
 
 
-@triton.jit(do_not_specialize=["first", "C"])
+@triton.jit(do_not_specialize=GENERAL)
 def d_weight_kernel(
     high_ptr,
     low_ptr,
