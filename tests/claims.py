@@ -91,7 +91,7 @@ def with_results(page: str, results: dict[str, str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-@dataclass
+@dataclass(eq=False)  # pytest keeps its plugins in sets
 class Tests:
     """A pytest plugin: keeps the tests that are asked for, with what became of each."""
 
