@@ -36,6 +36,9 @@ def test_results_are_written_and_other_rows_stay(tmp_path: Path, monkeypatch: py
         "import pytest\n@pytest.mark.parametrize('n', [1, 2])\ndef test_good(n): pass\n"
         "def test_bad(): assert 0\ndef test_not(): assert 0\n"
     )
+    (tmp_path / "tests" / "room").mkdir()
+    (tmp_path / "tests" / "room" / "conftest.py").write_text("")
+    (tmp_path / "tests" / "room" / "test_more.py").write_text("def test_good(): pass\n")
     result = {"at": "2026-01-02T03:04:05Z", "rows": [
         {"name": "seed 0: gain", "value": 0.31, "ratio": None, "goal": ">= 0.25", "verdict": "met"},
         {"name": "speed", "value": 2.0, "ratio": 1.5, "against": "slow", "goal": None, "verdict": None}]}  # fmt: skip
@@ -44,6 +47,7 @@ def test_results_are_written_and_other_rows_stay(tmp_path: Path, monkeypatch: py
     page.write_text(
         "# x\n\n| claim | shown by | last result |\n|---|---|---|\n"
         "| all good | `tests/test_some.py::test_good` | not measured |\n"
+        "| two rooms | `tests/room/test_more.py`, `tests/test_some.py::test_good` | not measured |\n"
         "| one bad | `tests/test_some.py::test_good`, `tests/test_some.py::test_bad` | not measured |\n"
         "| gone | `tests/test_some.py::test_gone` | not measured |\n"
         "| kept | `kept.json#gain`, `kept.json#speed` | not measured |\n"
@@ -54,11 +58,12 @@ def test_results_are_written_and_other_rows_stay(tmp_path: Path, monkeypatch: py
     )
     monkeypatch.setattr(claims, "ROOT", tmp_path)
     monkeypatch.chdir(tmp_path)
-    for only in ("all good", "one bad", "gone", "kept", "command"):
+    for only in ("all good", "two rooms", "one bad", "gone", "kept", "command"):
         claims.main(["--only", only], page)
     text = page.read_text()
     got = {row.claim: row.result.partition(": ")[2] or row.result for row in claims.rows_of(text)}
     assert got["all good"] == "2 passed"
+    assert got["two rooms"] == "3 passed"
     assert got["one bad"] == "1 of 3 failed: test_bad"
     assert got["gone"] == "failed: tests/test_some.py::test_gone did not run"
     assert got["kept"].startswith("seed 0: gain: 0.31 (>= 0.25: met); 2026-01-02: speed: 2, 1.5 × slow")
