@@ -28,11 +28,12 @@ int find_encode(Encode* encode) {
   return 0;
 }
 
-// Codes [outer, rows, width] in boxes of [1, box_rows, 128].
-int encode_map(Encode encode, TensorMap* map, const void* codes, int64_t outer, int64_t rows, int64_t width, int box_rows) {
+// Codes [outer, rows, width] in boxes of [1, 128, 128].
+int encode_map(Encode encode, TensorMap* map, const void* codes, int64_t outer, int64_t rows, int64_t width) {
+  static_assert(TILE_M == HALF_N, "one size of box for both operands");
   cuuint64_t sizes[3] = {cuuint64_t(width), cuuint64_t(rows), cuuint64_t(outer)};
   cuuint64_t strides[2] = {cuuint64_t(width), cuuint64_t(width) * cuuint64_t(rows)};
-  cuuint32_t box[3] = {ROW_BYTES, cuuint32_t(box_rows), 1}, steps[3] = {1, 1, 1};
+  cuuint32_t box[3] = {ROW_BYTES, TILE_M, 1}, steps[3] = {1, 1, 1};
   CUresult result = encode(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 3, const_cast<void*>(codes), sizes, strides, box, steps,
                            CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                            CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
@@ -42,26 +43,29 @@ int encode_map(Encode encode, TensorMap* map, const void* codes, int64_t outer, 
 bool fits(int64_t size) { return size <= INT32_MAX - TILE_N; }
 
 template <bool WEIGHT, typename OUT>
-int launch(const void* row_codes, const void* column_codes, const Problem& p, void* stream) {
-  int64_t column_groups = WEIGHT ? 1 : p.groups;
+int launch(const void* row_codes, const void* column_codes, const float* row_scales, const float* column_scales,
+           const int64_t* starts, const int64_t* counts, void* out, int64_t rows, int64_t columns, int64_t depth, int64_t groups,
+           void* stream) {
   // TMA: coordinates are int32, a stride has at most 40 bits.
-  if (!fits(p.rows) || !fits(p.columns) || !fits(p.depth) || !fits(p.groups) || p.columns * p.depth >= int64_t{1} << 40 ||
-      p.rows * p.depth >= int64_t{1} << 40) {
+  if (!fits(rows) || !fits(columns) || !fits(depth) || !fits(groups) || columns * depth >= int64_t{1} << 40 ||
+      rows * depth >= int64_t{1} << 40 || count_pairs(rows, columns) > INT32_MAX / clamp(WEIGHT ? groups : 1, 1, INT32_MAX)) {
     return TOO_LARGE;
   }
-  if (tiles_of<WEIGHT>(p) == 0) return 0;
+  Problem p{row_scales, column_scales, starts, counts, out, int(rows), int(columns), int(depth), int(groups)};
+  int64_t pairs = pairs_of<WEIGHT>(p);
+  if (pairs == 0) return 0;
   Encode encode;
   TensorMap row_map, column_map;
   if (int error = find_encode(&encode)) return error;
-  if (int error = encode_map(encode, &row_map, row_codes, 1, p.rows, p.depth, TILE_M)) return error;
-  if (int error = encode_map(encode, &column_map, column_codes, column_groups, p.columns, p.depth, TILE_N)) return error;
+  if (int error = encode_map(encode, &row_map, row_codes, 1, rows, depth)) return error;
+  if (int error = encode_map(encode, &column_map, column_codes, WEIGHT ? 1 : groups, columns, depth)) return error;
   auto kernel = grouped_gemm_fp8<WEIGHT, OUT>;
   if (cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED_BYTES)) return error;
   int device, processors;
   if (cudaError_t error = cudaGetDevice(&device)) return error;
   if (cudaError_t error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device)) return error;
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(clamp(tiles_of<WEIGHT>(p), 1, processors)));
+  config.gridDim = dim3(CLUSTER * static_cast<unsigned>(clamp(pairs, 1, clamp(processors / CLUSTER, 1, processors))));
   config.blockDim = dim3(THREADS);
   config.dynamicSmemBytes = SHARED_BYTES;
   config.stream = static_cast<cudaStream_t>(stream);
@@ -86,7 +90,7 @@ const char* prl_cuda_error(int code) {
     case NO_TENSOR_MAP:
       return "the driver refused to describe an operand (cuTensorMapEncodeTiled)";
     case TOO_LARGE:
-      return "a size is beyond what tensor copies take: 2^31 - 257 along a dimension, 2^40 bytes of a matrix";
+      return "a size is beyond what tensor copies take (2^31 - 257 along a dimension, 2^40 bytes of a matrix), or there are 2^31 tiles";
     default:
       return cudaGetErrorString(static_cast<cudaError_t>(code));
   }
@@ -99,15 +103,15 @@ int prl_cuda_shared_bytes() { return SHARED_BYTES; }
 int prl_grouped_gemm_fp8(const void* a, const float* a_scales, const void* w, const float* w_scales, const int64_t* starts,
                          const int64_t* counts, void* out, int wide, int64_t rows, int64_t n, int64_t k, int64_t experts,
                          void* stream) {
-  Problem p{a_scales, w_scales, starts, counts, out, rows, n, k, experts};
-  return wide ? launch<false, float>(a, w, p, stream) : launch<false, __nv_bfloat16>(a, w, p, stream);
+  auto run = wide ? launch<false, float> : launch<false, __nv_bfloat16>;
+  return run(a, w, a_scales, w_scales, starts, counts, out, rows, n, k, experts, stream);
 }
 
 // out [experts, n, k] += g [n, rows] . a [k, rows], over each expert's rows. rows is at least 128.
 int prl_grouped_gemm_weight_fp8(const void* g, const float* g_scales, const void* a, const float* a_scales, const int64_t* starts,
                                 const int64_t* counts, float* out, int64_t rows, int64_t n, int64_t k, int64_t experts,
                                 void* stream) {
-  return launch<true, float>(g, a, {g_scales, a_scales, starts, counts, out, n, k, rows, experts}, stream);
+  return launch<true, float>(g, a, g_scales, a_scales, starts, counts, out, n, k, rows, experts, stream);
 }
 
 }  // extern "C"

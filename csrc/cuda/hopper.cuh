@@ -12,6 +12,12 @@ namespace prl {
 
 using TensorMap = CUtensorMap;
 
+// A block's dynamic shared memory, and its address as the instructions below want it.
+__device__ __forceinline__ uint8_t* shared_memory() {
+  extern __shared__ uint8_t bytes[];
+  return bytes;
+}
+
 __device__ __forceinline__ uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
 
 // Barriers in shared memory. A phase ends when `arrivals` threads have arrived and every announced byte has landed.
@@ -24,12 +30,26 @@ __device__ __forceinline__ void barrier_init_done() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-__device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+// At the barrier that has this address in block `rank` of the cluster.
+__device__ __forceinline__ void barrier_arrive(uint32_t barrier, uint32_t rank) {
+  asm volatile(
+      "{\n"
+      ".reg .b32 there;\n"
+      "mapa.shared::cluster.u32 there, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [there];\n"
+      "}\n" ::"r"(barrier),
+      "r"(rank)
+      : "memory");
 }
 
 __device__ __forceinline__ void barrier_arrive_expecting(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+// All threads of all blocks of the cluster.
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
 }
 
 // Until the phase of this parity is over. (On a new barrier the phase "before the first", parity 1, is over.)
@@ -57,6 +77,15 @@ __device__ __forceinline__ void load_tile(uint32_t to, const TensorMap* map, uin
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(to),
       "l"(reinterpret_cast<uint64_t>(map)), "r"(barrier), "r"(x), "r"(y), "r"(z)
+      : "memory");
+}
+
+// The same into both blocks of the cluster, at the same address, and to the barrier of each.
+__device__ __forceinline__ void load_tile_for_both(uint32_t to, const TensorMap* map, uint32_t barrier, int x, int y, int z) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
+      "[%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(to),
+      "l"(reinterpret_cast<uint64_t>(map)), "r"(barrier), "r"(x), "r"(y), "r"(z), "h"(static_cast<uint16_t>(3))
       : "memory");
 }
 
@@ -114,7 +143,12 @@ __device__ __forceinline__ void wgmma_64x128x32(float (&acc)[64], uint64_t a, ui
       : "l"(a), "l"(b), "r"(static_cast<int>(add)));
 }
 
-// Lane exchange inside a warp, the value of lane ^ mask.
+// Exchange inside a warp: the value of lane `lane`, of lane ^ mask.
+template <typename T>
+__device__ __forceinline__ T from_lane(T x, int lane) {
+  return __shfl_sync(0xFFFFFFFFu, x, lane);
+}
+
 template <typename T>
 __device__ __forceinline__ T from_lane_xor(T x, int mask) {
   return __shfl_xor_sync(0xFFFFFFFFu, x, mask);

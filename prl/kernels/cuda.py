@@ -71,6 +71,13 @@ def _matrix(op: str, argument: str, t: Tensor) -> None:
     """A matrix of codes, the last two dimensions of `t`."""
     if t.shape[-1] * t.shape[-2] > LARGEST_MATRIX:
         checks.fail(op, argument, f"of at most {LARGEST_MATRIX} bytes in its last two dimensions", list(t.shape))
+    _aligned(op, argument, t)
+
+
+def _aligned(op: str, argument: str, t: Tensor) -> None:
+    """What is moved 16 bytes at a time; a tensor of its own is aligned, a part of another may not be."""
+    if t.data_ptr() % 16:
+        checks.fail(op, argument, "aligned to 16 bytes", f"an address that is {t.data_ptr() % 16} beyond")
 
 
 def _launch(op: str, device: torch.device, *args: Any) -> None:
@@ -117,6 +124,8 @@ def _grouped_gemm_weight_fp8(
     _sizes(op, R=r, N=n, K=k, E=e)
     _matrix(op, "g_NR", g_NR)
     _matrix(op, "a_KR", a_KR)
+    _aligned(op, "a_scales_CK", a_scales_CK)
+    _aligned(op, "out_ENK", out_ENK)
     if r:
         operands = (g_NR, g_scales_CN, a_KR, a_scales_CK, starts_E1, counts_E)
         _launch(op, g_NR.device, *operands, out_ENK, r, n, k, e)

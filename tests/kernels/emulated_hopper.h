@@ -1,7 +1,7 @@
 // A Hopper of one thread, so that csrc/cuda runs on the host: the kernels' own source, its interface included, is compiled with
 // this in place of hopper.cuh and the CUDA headers.
 //
-// A CUDA thread is a fiber; blocks run one after the other. Copies land late, in any order; products are computed only when they
+// A CUDA thread is a fiber; clusters run one after the other, the two blocks of one side by side. Copies land late, in any order; products are computed only when they
 // are waited for, from the bytes that then lie where their descriptors point: so a stage that is reused too early, a wrong
 // phase, swizzle or fragment gives wrong numbers or a deadlock, which is reported. Accumulation is exact, not 14 bits.
 #pragma once
@@ -26,6 +26,7 @@
 #define __shared__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
+#define __cluster_dims__(...)
 #define __grid_constant__
 
 struct dim3 {
@@ -59,6 +60,7 @@ inline std::string failure;
 }
 
 constexpr int STACK = 1 << 16;
+constexpr unsigned CLUSTER = 2;
 struct Product {
   uint64_t a, b;
   bool add;
@@ -81,20 +83,31 @@ struct Warp {
   uint64_t slots[2][32];
   int arrived[2] = {0, 0};
 };
+struct Block {
+  std::vector<uint8_t> memory = std::vector<uint8_t>(232448, 0x7F);  // NaN
+  std::map<uint32_t, Barrier> barriers;
+  std::vector<Warp> warps;
+  unsigned running = 0;
+};
 struct Machine {
   ucontext_t home;
-  std::vector<Fiber> fibers;
-  std::map<uint32_t, Barrier> barriers;
+  Block blocks[CLUSTER];
+  std::vector<Fiber> fibers;  // block by block
+  Fiber* current = nullptr;
   std::vector<std::function<void()>> copies;
-  std::vector<Warp> warps;
-  unsigned at_syncthreads = 0;
+  unsigned at_sync = 0;
   std::mt19937 random;
 };
 inline Machine* machine;
 inline int processors = 1, seed = 0;
 inline std::vector<std::pair<const char*, const char*>> readable;  // what `__ldg` and `load_bytes` may read; empty: anything
 
-inline Fiber& self() { return machine->fibers[threadIdx.x]; }
+inline Fiber& self() { return *machine->current; }
+inline unsigned rank() { return blockIdx.x % CLUSTER; }
+inline Block& block(unsigned rank) {
+  if (machine->blocks[rank].running == 0) fail("something is sent to a block that has ended");
+  return machine->blocks[rank];
+}
 inline void wait_until(std::function<bool()> ready) {
   if (ready()) return;
   Fiber& fiber = self();
@@ -115,9 +128,9 @@ inline void settle(Barrier& barrier) {
     barrier.missing = barrier.arrivals;
   }
 }
-inline Barrier& barrier_at(uint32_t address) {
-  auto found = machine->barriers.find(address);
-  if (found == machine->barriers.end()) fail("no barrier there");
+inline Barrier& barrier_at(unsigned rank, uint32_t address) {
+  auto found = block(rank).barriers.find(address);
+  if (found == block(rank).barriers.end()) fail("no barrier there");
   return found->second;
 }
 inline float decoded(int code) {
@@ -135,11 +148,6 @@ struct Codes {
 inline const Codes codes;
 
 }  // namespace emulated
-
-inline void __syncthreads() {
-  unsigned threads = emulated::machine->fibers.size(), turn = emulated::machine->at_syncthreads++ / threads;
-  emulated::wait_until([=] { return emulated::machine->at_syncthreads / threads > turn; });
-}
 
 template <typename T>
 T __ldg(const T* p) {
@@ -209,32 +217,36 @@ inline const char* cudaGetErrorString(int code) {
 namespace prl {
 
 using TensorMap = CUtensorMap;
-inline uint8_t dynamic_shared[233000];
+constexpr uint32_t SHARED_START = 1024 + 16;  // not where a swizzled tile may begin
 
-inline uint32_t shared_address(const void* p) { return 1024 + 16 + (static_cast<const uint8_t*>(p) - dynamic_shared); }
-inline uint8_t* shared_at(uint32_t address) { return dynamic_shared + (address - 1024 - 16); }
+inline uint8_t* shared_memory() { return emulated::block(emulated::rank()).memory.data(); }
+inline uint32_t shared_address(const void* p) { return SHARED_START + (static_cast<const uint8_t*>(p) - shared_memory()); }
+inline uint8_t* shared_at(unsigned rank, uint32_t address) { return &emulated::block(rank).memory.at(address - SHARED_START); }
 
-inline void barrier_init(uint32_t at, int arrivals) { emulated::machine->barriers[at] = {arrivals, arrivals}; }
+inline void barrier_init(uint32_t at, int arrivals) {
+  emulated::block(emulated::rank()).barriers[at] = {arrivals, arrivals};
+}
 inline void barrier_init_done() {}
-inline void barrier_arrive_expecting(uint32_t at, uint32_t bytes) {
-  emulated::Barrier& barrier = emulated::barrier_at(at);
+inline void barrier_change(unsigned rank, uint32_t at, int arrivals, int64_t bytes) {
+  emulated::Barrier& barrier = emulated::barrier_at(rank, at);
   barrier.bytes += bytes;
-  --barrier.missing;
+  barrier.missing -= arrivals;
   emulated::settle(barrier);
 }
-inline void barrier_arrive(uint32_t at) { barrier_arrive_expecting(at, 0); }
+inline void barrier_arrive_expecting(uint32_t at, uint32_t bytes) { barrier_change(emulated::rank(), at, 1, bytes); }
+inline void barrier_arrive(uint32_t at, uint32_t rank) { barrier_change(rank, at, 1, 0); }
 inline void barrier_wait(uint32_t at, uint32_t parity) {
-  emulated::barrier_at(at);
-  emulated::wait_until([=] { return emulated::barrier_at(at).phase != parity; });
+  unsigned rank = emulated::rank();
+  emulated::barrier_at(rank, at);
+  emulated::wait_until([=] { return emulated::barrier_at(rank, at).phase != parity; });
+}
+inline void cluster_sync() {
+  unsigned threads = emulated::machine->fibers.size(), turn = emulated::machine->at_sync++ / threads;
+  emulated::wait_until([=] { return emulated::machine->at_sync / threads > turn; });
 }
 
 inline void prefetch_map(const TensorMap*) {}
-inline void landed(uint32_t at, int64_t bytes) {
-  emulated::Barrier& barrier = emulated::barrier_at(at);
-  barrier.bytes -= bytes;
-  emulated::settle(barrier);
-}
-inline void load_tile(uint32_t to, const TensorMap* map, uint32_t barrier, int x, int y, int z) {
+inline void copy_tile(unsigned rank, uint32_t to, const TensorMap* map, uint32_t barrier, int x, int y, int z) {
   if (to % 1024) emulated::fail("a swizzled tile that is not aligned to an atom");
   emulated::machine->copies.push_back([=] {
     for (int row = 0; row < map->box[1]; ++row) {
@@ -242,18 +254,24 @@ inline void load_tile(uint32_t to, const TensorMap* map, uint32_t barrier, int x
         bool inside = x + byte < map->sizes[0] && y + row < map->sizes[1] && z < map->sizes[2];
         uint32_t at = to + row * 128 + byte;
         at ^= (at >> 7 & 7) << 4;  // the hardware's swizzle: bits 4-6 of the address with bits 7-9
-        *shared_at(at) = inside ? map->data[z * map->strides[1] + (y + row) * map->strides[0] + x + byte] : 0;
+        *shared_at(rank, at) = inside ? map->data[z * map->strides[1] + (y + row) * map->strides[0] + x + byte] : 0;
       }
     }
-    landed(barrier, map->box[1] * 128);
+    barrier_change(rank, barrier, 0, -map->box[1] * 128);
   });
+}
+inline void load_tile(uint32_t to, const TensorMap* map, uint32_t barrier, int x, int y, int z) {
+  copy_tile(emulated::rank(), to, map, barrier, x, y, z);
+}
+inline void load_tile_for_both(uint32_t to, const TensorMap* map, uint32_t barrier, int x, int y, int z) {
+  for (unsigned rank = 0; rank < emulated::CLUSTER; ++rank) copy_tile(rank, to, map, barrier, x, y, z);
 }
 inline void load_bytes(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
   if (to % 16 || bytes % 16 || reinterpret_cast<uintptr_t>(from) % 16) emulated::fail("a copy that is not aligned to 16 bytes");
   emulated::check_readable(from, bytes);
-  emulated::machine->copies.push_back([=] {
-    std::memcpy(shared_at(to), from, bytes);
-    landed(barrier, bytes);
+  emulated::machine->copies.push_back([=, rank = emulated::rank()] {
+    std::memcpy(shared_at(rank, to), from, bytes);
+    barrier_change(rank, barrier, 0, -int64_t{bytes});
   });
 }
 
@@ -277,7 +295,7 @@ inline void operand(float (&values)[32], uint64_t descriptor, int row) {
   for (int k = 0; k < 32; ++k) {
     uint32_t at = start + row / 8 * stride + row % 8 * 128 + k;
     at ^= (at >> 7 & 7) << 4;
-    values[k] = emulated::codes.values[*shared_at(at)];
+    values[k] = emulated::codes.values[*shared_at(emulated::rank(), at)];
   }
 }
 inline void wgmma_end() {
@@ -299,17 +317,20 @@ inline void wgmma_end() {
 }
 
 template <typename T>
-T from_lane_xor(T x, int mask) {
-  emulated::Warp& warp = emulated::machine->warps[threadIdx.x / 32];
-  int lane = threadIdx.x % 32, exchange = emulated::self().exchanges++;
+T from_lane(T x, int lane) {
+  emulated::Warp& warp = emulated::block(emulated::rank()).warps[threadIdx.x / 32];
+  int exchange = emulated::self().exchanges++;
   uint64_t* slots = warp.slots[exchange % 2];
-  slots[lane] = 0;
-  std::memcpy(&slots[lane], &x, sizeof(T));
+  std::memcpy(&slots[threadIdx.x % 32], &x, sizeof(T));
   ++warp.arrived[exchange % 2];
   emulated::wait_until([&warp, exchange] { return warp.arrived[exchange % 2] >= (exchange / 2 + 1) * 32; });
   T other;
-  std::memcpy(&other, &slots[lane ^ mask], sizeof(T));
+  std::memcpy(&other, &slots[lane], sizeof(T));
   return other;
+}
+template <typename T>
+T from_lane_xor(T x, int mask) {
+  return from_lane(x, threadIdx.x % 32 ^ mask);
 }
 
 inline uint16_t bf16_bits(float x) {
@@ -335,13 +356,16 @@ inline void enter() {
   swapcontext(&self().context, &machine->home);
 }
 
-inline void run_block(unsigned threads, std::function<void()> kernel) {
+inline void run_cluster(unsigned first_block, unsigned threads, std::function<void()> kernel) {
   Machine m;
   machine = &m;
   body = &kernel;
   m.random.seed(seed);
-  m.fibers.resize(threads);
-  m.warps.resize(threads / 32);
+  m.fibers.resize(CLUSTER * threads);
+  for (Block& block : m.blocks) {
+    block.running = threads;
+    block.warps.resize(threads / 32);
+  }
   for (Fiber& fiber : m.fibers) {
     getcontext(&fiber.context);
     fiber.context.uc_stack.ss_sp = fiber.stack.data();
@@ -349,18 +373,21 @@ inline void run_block(unsigned threads, std::function<void()> kernel) {
     fiber.context.uc_link = nullptr;
     makecontext(&fiber.context, enter, 0);
   }
-  std::memset(prl::dynamic_shared, 0x7F, sizeof(prl::dynamic_shared));  // NaN
-  for (unsigned left = threads, idle = 0; left;) {
+  for (unsigned left = CLUSTER * threads, idle = 0; left;) {
     ++idle;
-    unsigned offset = m.random() % threads;
-    for (unsigned i = 0; i < threads; ++i) {
-      threadIdx.x = (i + offset) % threads;
-      Fiber& fiber = m.fibers[threadIdx.x];
+    unsigned offset = m.random() % m.fibers.size();
+    for (unsigned i = 0; i < m.fibers.size(); ++i) {
+      unsigned index = (i + offset) % m.fibers.size();
+      Fiber& fiber = m.fibers[index];
+      m.current = &fiber;
+      threadIdx.x = index % threads;
+      blockIdx.x = first_block + index / threads;
       if (fiber.over || (fiber.ready && !fiber.ready())) continue;
       fiber.ready = nullptr;
       swapcontext(&m.home, &fiber.context);
       idle = 0;
       left -= fiber.over;
+      m.blocks[index / threads].running -= fiber.over;
       if (!failure.empty()) return;
     }
     for (size_t i = m.copies.size(); i-- > 0;) {
@@ -380,9 +407,10 @@ template <typename... Parameters, typename... Arguments>
 int cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...), Arguments... arguments) {
   emulated::failure.clear();
   gridDim.x = config->gridDim.x;
-  for (blockIdx.x = 0; blockIdx.x < gridDim.x && emulated::failure.empty(); ++blockIdx.x) {
+  if (gridDim.x % emulated::CLUSTER) return 1;
+  for (unsigned block = 0; block < gridDim.x && emulated::failure.empty(); block += emulated::CLUSTER) {
     try {
-      emulated::run_block(config->blockDim.x, [&] { kernel(arguments...); });
+      emulated::run_cluster(block, config->blockDim.x, [&] { kernel(arguments...); });
     } catch (const std::runtime_error& error) {
       emulated::failure = error.what();
     }

@@ -52,7 +52,7 @@ def poisoned_memory():
 
 
 def machine(processors=1, seed=0, readable=()):
-    """Make a machine of so many processors; `seed` orders its events; scales are read from `readable` alone."""
+    """Make a machine of so many processors (they work in pairs); `seed` orders its events; scales are in `readable` alone."""
     first, last = (ctypes.c_void_p * len(readable))(), (ctypes.c_void_p * len(readable))()
     for i, t in enumerate(readable):
         first[i], last[i] = t.data_ptr(), t.data_ptr() + t.nbytes
@@ -87,7 +87,7 @@ groups = st.lists(st.tuples(st.sampled_from([0, 0, 1, 60, 128, 129, 200]), st.sa
 widths = st.sampled_from([128, 256, 384])
 
 
-@given(groups, st.sampled_from([0, 56, 128]), widths, widths, st.booleans(), st.integers(1, 3), st.integers(0, 99))
+@given(groups, st.sampled_from([0, 56, 128]), widths, widths, st.booleans(), st.integers(1, 6), st.integers(0, 99))
 @settings(max_examples=20, deadline=None)
 def test_forward_equals_the_reference(group, tail, n, k, wide, processors, seed):
     torch.manual_seed(seed)
@@ -105,7 +105,7 @@ def test_forward_equals_the_reference(group, tail, n, k, wide, processors, seed)
     assert out.dtype == dtype and torch.equal(out, ops._fp8_reference(*arguments, dtype))
 
 
-@given(groups, st.sampled_from([0, 128]), widths, widths, st.integers(1, 3), st.integers(0, 99))
+@given(groups, st.sampled_from([0, 128]), widths, widths, st.integers(1, 6), st.integers(0, 99))
 @settings(max_examples=15, deadline=None)
 def test_weight_gradient_equals_the_reference_and_leaves_empty_groups_alone(group, tail, n, k, processors, seed):
     torch.manual_seed(seed)
@@ -131,12 +131,19 @@ def test_a_row_does_not_depend_on_the_others():
 
 
 def test_many_tiles_are_each_computed_once():
-    """More bands, tiles and processors than the fuzzed ones have."""
+    """More bands, of which the last is not full, tiles and processors than the fuzzed ones have."""
     counts = [BLOCK * 18, 5]
     arguments = forward_arguments(counts, [0, 0], 0, 640, 128)
     machine(7, 1, [arguments[1], arguments[3]])
     out = OPS["grouped_gemm_fp8"](*arguments, torch.bfloat16)
     assert torch.equal(out, ops._fp8_reference(*arguments, torch.bfloat16))
+
+
+def test_a_long_contraction():
+    arguments = forward_arguments([70], [0], 0, 128, 34 * BLOCK)
+    machine(2, 0, [arguments[1], arguments[3]])
+    out = OPS["grouped_gemm_fp8"](*arguments, torch.float32)
+    assert torch.equal(out, ops._fp8_reference(*arguments, torch.float32))
 
 
 def test_nothing_to_do():
@@ -172,8 +179,21 @@ def test_groups_that_make_no_sense_read_and_write_nothing_outside(starts):
     assert (guarded[0] == 0).all() and (guarded[3] == 0).all()
 
 
-def test_what_the_driver_refuses_is_an_error_that_names_the_op():
+def test_what_is_not_aligned_is_refused_by_name():
     arguments = list(forward_arguments([128], [0], 0, 128, 128))
+    shifted = torch.zeros(128 * 128 + 1, dtype=torch.uint8)[1:].view(128, 128).view(FP8)
+    with pytest.raises(
+        ArgumentError, match="grouped_gemm_fp8: a_RK must be aligned to 16 bytes, got an address that is 1 beyond"
+    ):
+        OPS["grouped_gemm_fp8"](shifted, *arguments[1:], torch.float32)
+    out = torch.zeros(128 * 128 + 2)[2:].view(1, 128, 128)
+    with pytest.raises(ArgumentError, match="grouped_gemm_weight_fp8: out_ENK must be aligned"):
+        OPS["grouped_gemm_weight_fp8"](*weight_arguments([128], [0], 0, 128, 128), out)
+
+
+def test_what_the_driver_refuses_is_an_error_that_names_the_op(monkeypatch):
+    monkeypatch.setattr(cuda, "_matrix", lambda *_: None)
+    arguments = forward_arguments([128], [0], 0, 128, 128)
     shifted = torch.zeros(128 * 128 + 1, dtype=torch.uint8)[1:].view(128, 128).view(FP8)
     with pytest.raises(CudaError, match="grouped_gemm_fp8: the driver refused to describe an operand"):
         OPS["grouped_gemm_fp8"](shifted, *arguments[1:], torch.float32)
