@@ -195,11 +195,11 @@ def readable(mangled: str) -> str:
 
 
 def table(codes: list[Code]) -> str:
-    rows = [("kernel", "configuration", "registers", "spills", "shared", "tensor cores", "asynchronous", "16 B ld/st")]
+    rows = [("kernel", "registers", "spills", "shared", "tensor cores", "asynchronous", "16 B ld/st", "configuration")]
     for c in codes:
         tensor, loads = (" ".join(f"{name} {n}" for name, n in of.items()) or "-" for of in (c.tensor, c.loads))
         figures = (str(c.registers), str(c.spills), str(c.shared), tensor, loads, "/".join(map(str, c.wide)))
-        rows.append((c.kernel, c.configuration, *figures))
+        rows.append((c.kernel, *figures, c.configuration))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
 
