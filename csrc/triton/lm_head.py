@@ -74,7 +74,6 @@ def statistics_kernel(
     C,
     V,
     D,
-    WIDE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -91,7 +90,7 @@ def statistics_kernel(
         z = product(hidden_ptr, rows, weight_ptr, existing, V, D, BLOCK_M, BLOCK_N, BLOCK_K, False, False)
         z *= (1.0 / tl.load(temperature_ptr + rows))[:, None]
         chosen = tl.sum(tl.where(columns[None, :] == labels[:, None], z, 0.0), 1)
-        here = (labels // BLOCK_N == tile_n) & kept & (places < C)
+        here = (labels // BLOCK_N == tile_n) & (labels < V) & kept & (places < C)
         tl.store(chosen_ptr + places, chosen, mask=here)
         z = tl.where((columns < V)[None, :], z, float("-inf"))
         top = tl.max(z, 1)
@@ -299,7 +298,8 @@ def logprobs(
     for first in range(0, t, chunk):
         c = min(chunk, t - first)
         args = (hidden_TD, weight_VD, labels_T, temperature_T, parts_P3C, chosen_C, first, c, v, d)
-        launch(name, statistics_kernel, triton.cdiv(c, table["BLOCK_M"]) * parts, *args, WIDE=wide)
+        chosen_C.fill_(torch.nan)  # what a label outside the vocabulary leaves: it has no logit
+        launch(name, statistics_kernel, triton.cdiv(c, table["BLOCK_M"]) * parts, *args)
         joined_rows = triton.cdiv(c, config("logprobs.join")["BLOCK_M"])
         args = (labels_T, parts_P3C, chosen_C, logprob_T, entropy_T, total_T, first, c, parts)
         launch("logprobs.join", join_kernel, joined_rows, *args)
@@ -360,18 +360,15 @@ def _aots(kind: str, core: str | None) -> list[Aot]:
     chunk = {**rows, **sizes, "STRIDE": "i32"}
     to_hidden = {**d_logits, "weight_ptr": kind, "labels_ptr": "*i64", "d_hidden_ptr": kind, **chunk}
     to_weight = {**d_logits, "hidden_ptr": kind, "labels_ptr": "*i64", "d_weight_ptr": "*fp32", **chunk}
-    kernels: list[tuple[str, Any, dict[str, str]]] = [
-        ("logprobs", statistics_kernel, {**operands, **parts, **rows, **sizes}),
-        ("logprobs_backward.d_logits", d_logits_kernel, {**operands, **saved, **d_logits, **chunk}),
-        ("logprobs_backward.d_hidden", d_hidden_kernel, to_hidden),
-        ("logprobs_backward.d_weight", d_weight_kernel, to_weight),
-    ]
     end = suffix(wide)
     aots = [
-        product_aot(shipped(name + end, kernel, signature, bandwidth=kernel is not statistics_kernel, WIDE=wide), core)
-        for name, kernel, signature in kernels
+        dense_aot("logits" + end, kind, kind, wide=wide),
+        shipped("logprobs" + end, statistics_kernel, {**operands, **parts, **rows, **sizes}, bandwidth=False),
+        shipped(f"logprobs_backward.d_logits{end}", d_logits_kernel, {**operands, **saved, **d_logits, **chunk}, WIDE=wide),
+        shipped(f"logprobs_backward.d_hidden{end}", d_hidden_kernel, to_hidden, WIDE=wide),
+        shipped(f"logprobs_backward.d_weight{end}", d_weight_kernel, to_weight, WIDE=wide),
     ]
-    return [dense_aot("logits" + end, kind, kind, wide=wide), *aots]
+    return [product_aot(aot, core) for aot in aots]
 
 
 _JOIN = dict.fromkeys(("parts_ptr", "chosen_ptr", "logprob_ptr", "entropy_ptr", "total_ptr"), "*fp32")

@@ -212,3 +212,11 @@ def test_rows_without_a_label_have_no_gradient_whatever_they_meet() -> None:
     logprob, entropy = logprobs(h, w, torch.tensor([1, -100, 3, -100]), 1.0, chunk=4)
     (d_h,) = torch.autograd.grad(logprob.sum() + entropy.sum(), h)
     assert d_h[[1, 3]].eq(0).all() and not d_h[[0, 2]].isfinite().all()
+
+
+def test_a_label_outside_the_vocabulary_has_no_logprob() -> None:
+    """On a GPU labels are not read before; the CPU's check is passed by here."""
+    h, w = cases.normal("cpu", 3, 16), cases.normal("cpu", 9, 16, seed=1)
+    args = (h, w, torch.tensor([9, 2, 1000]), torch.ones(3), 2)
+    logprob, entropy, _ = prl_triton.OPS["logprobs"](*args)
+    assert logprob.isnan().tolist() == [True, False, True] and entropy.isfinite().all()
