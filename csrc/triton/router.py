@@ -21,6 +21,8 @@ from prl_triton.exponential import exp, sigmoid
 from prl_triton.launch import launch
 
 TAKEN = tl.constexpr(-(2**63))
+GENERAL = ["n_tokens", "n_rows", "routes", "recorded", "routed", "padding"]
+"""What kernels are not compiled anew for: numbers of rows, and where in a batch its routes and masks lie."""
 
 
 @triton.jit
@@ -114,7 +116,7 @@ def _sum_in_order(x, slots, K: tl.constexpr):
     return total
 
 
-@triton.jit(do_not_specialize=["n_tokens"])
+@triton.jit(do_not_specialize=GENERAL)
 def _route(
     scores, bias, recorded, routed, padding, nth_padding, ids_out, weights_out, rows_out, true_out, invalid_out,
     n_tokens, n_experts, scale, HAS_BIAS: tl.constexpr, REPLAY: tl.constexpr, HAS_ROUTED: tl.constexpr,
@@ -190,7 +192,7 @@ def _route_backward(
     tl.store(d_scores + token * n_experts + experts, dense, mask=(token < n_tokens) & (experts < n_experts))
 
 
-@triton.jit(do_not_specialize=["n_rows"])
+@triton.jit(do_not_specialize=GENERAL)
 def _inspect(
     routes, routed, found, n_rows, n_layers, n_experts, HAS_ROUTED: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr,
     SLOTS: tl.constexpr,
