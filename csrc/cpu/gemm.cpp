@@ -48,14 +48,15 @@ void pack_columns(
   kernels().pack_columns_f32(panel, widened(src, row, k, columns, scratch), columns, columns, k);
 }
 
-void add_product(Kind kind, const float* a, int64_t rows, const float* b, int64_t units, int64_t k, float* c) {
+void outer(Kind kind, const float* a, int64_t rows, const float* b, int64_t units, int64_t k, float* c, Store store) {
   constexpr int64_t resident = 128 << 10;  // floats of b that stay in the second-level cache
   const int64_t height = units * k > resident ? rows : kRows;
   for (int64_t i = 0; i < rows; i += height) {
     for (int64_t first = 0; first < k; first += kColumns) {
       const int64_t columns = std::min(kColumns, k - first);
-      if (i + height < rows) fetch(c + (i + height) * k + first, k, std::min(height, rows - i - height), columns);
-      const Tile t = {a + i, 4, panel_width(rows) * 4, b + first * units, units, 0, columns, c + i * k + first, k, Store::add};
+      if (store == Store::add && i + height < rows)
+        fetch(c + (i + height) * k + first, k, std::min(height, rows - i - height), columns);
+      const Tile t = {a + i, 4, panel_width(rows) * 4, b + first * units, units, 0, columns, c + i * k + first, k, store};
       multiply(kind, t, std::min(height, rows - i));
     }
   }

@@ -58,6 +58,7 @@ struct Kernels {
   void (*pack_columns_bf16)(float* panel, const bf16* src, int64_t row, int64_t columns, int64_t k);
   void (*pack_columns_f32)(float* panel, const float* src, int64_t row, int64_t columns, int64_t k);
   void (*widen)(float* dst, const bf16* src, int64_t n);
+  void (*narrow)(bf16* dst, const float* src, int64_t n);
   void (*decode)(bf16* dst, const f8* src, int64_t n);  // exact: every e4m3 value is a bfloat16
 };
 
@@ -130,8 +131,8 @@ void pack_rows(
 void pack_columns(
     Kind kind, ScalarType dtype, float* panel, const void* src, int64_t row, int64_t columns, int64_t k, Scratch& scratch);
 
-// c += a · b for `rows` rows of float32 side by side, k wide: `a` is one panel, row i its column i; `b` all of b's panels, one
-// after the other.
-void add_product(Kind kind, const float* a, int64_t rows, const float* b, int64_t units, int64_t k, float* c);
+// a · b into `rows` rows of float32 side by side, k wide: `a` is one panel, row i its column i; `b` all of b's panels, one after
+// the other.
+void outer(Kind kind, const float* a, int64_t rows, const float* b, int64_t units, int64_t k, float* c, Store store);
 
 }  // namespace prl

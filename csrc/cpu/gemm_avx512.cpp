@@ -284,6 +284,13 @@ PRL_AVX512 void widen(float* dst, const bf16* src, int64_t n) {
   }
 }
 
+PRL_AVX512 void narrow(bf16* dst, const float* src, int64_t n) {
+  for (int64_t i = 0; i < n; i += kLanes) {
+    const __mmask16 mask = first(n - i);
+    _mm256_mask_storeu_epi16(dst + i, mask, (__m256i)_mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(mask, src + i)));
+  }
+}
+
 PRL_AVX512 void decode(bf16* dst, const f8* src, int64_t n) {
   const Tables t = tables();
   const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);  // unpacking takes 8 of every 16 bytes
@@ -298,7 +305,7 @@ PRL_AVX512 void decode(bf16* dst, const f8* src, int64_t n) {
 }
 
 const Kernels avx512_kernels = {
-    {tile_bf16, tile_f32}, pack_rows_bf16, pack_rows_f32, pack_rows_f8, pack_columns_bf16, pack_columns_f32, widen, decode};
+    {tile_bf16, tile_f32}, pack_rows_bf16, pack_rows_f32, pack_rows_f8, pack_columns_bf16, pack_columns_f32, widen, narrow, decode};
 
 }  // namespace
 

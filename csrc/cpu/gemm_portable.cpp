@@ -134,9 +134,13 @@ void widen(float* dst, const bf16* src, int64_t n) {
   for (int64_t i = 0; i < n; ++i) dst[i] = to_float(src[i]);
 }
 
+void narrow(bf16* dst, const float* src, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) dst[i] = to_bf16(src[i]);
+}
+
 }  // namespace
 
 const Kernels portable_kernels = {
-    {tile<true>, tile<false>}, pack_rows_bf16, pack_rows_f32, pack_rows_f8, pack_columns_bf16, pack_columns_f32, widen, decode};
+    {tile<true>, tile<false>}, pack_rows_bf16, pack_rows_f32, pack_rows_f8, pack_columns_bf16, pack_columns_f32, widen, narrow, decode};
 
 }  // namespace prl

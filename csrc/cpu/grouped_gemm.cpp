@@ -105,7 +105,7 @@ void grouped_gemm_weight(
     for (int64_t piece = begin; piece < end; ++piece) {
       const int64_t first = piece * kColumns, rows = std::min(kColumns, n - first);
       pack_columns(kind, dtype, a, g_data + (g.start * n + first) * size_of(dtype), n, rows, g.rows, unused);
-      add_product(kind, a, rows, b, units, k, c_data + (g.expert * n + first) * k);
+      outer(kind, a, rows, b, units, k, c_data + (g.expert * n + first) * k, Store::add);
     }
   });
 }

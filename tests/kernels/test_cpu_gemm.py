@@ -256,6 +256,10 @@ def everything() -> list[Tensor]:
         ops.grouped_gemm_weight(g, a, starts, counts, d_w)
         results += [ops.grouped_gemm(a, w, starts, counts, False), ops.grouped_gemm(g, w, starts, counts, True), d_w]
         results.append(ops.router_logits(a, w[0]))
+        args = head(700, 64, 600, (dtype, dtype))
+        outputs = ops.logprobs(*args, 4096)
+        slopes = normal(700, seed=4), normal(700, seed=5)
+        results += [*outputs, *ops.logprobs_backward(*slopes, *args, *outputs[1:], 4096, True, True)]
     d_w = torch.zeros(4, 256, 384)
     a_columns, g_columns = quantise_columns(normal(rows, 384)), quantise_columns(normal(rows, 256))
     ops.grouped_gemm_weight_fp8(*g_columns, *a_columns, starts, counts, d_w)
@@ -276,6 +280,130 @@ def test_gradients_of_the_public_op_are_the_references(dtype: torch.dtype, trans
         out.backward(normal(*out.shape, dtype=dtype, seed=2))
         results.append((out, a.grad, w.grad))
     torch.testing.assert_close(*results, rtol=2e-2 if dtype == BF16 else 1e-5, atol=2e-2 if dtype == BF16 else 1e-5)
+
+
+HEADS = [(90, 33, 77), (600, 64, 300), (60, 65, 1100)]  # T, D, V
+
+
+def head(t: int, d: int, v: int, dtypes: tuple[torch.dtype, torch.dtype], scale: float = 1.0) -> tuple[Tensor, ...]:
+    """(hidden, weight, labels with some ignored, temperatures)"""
+    g = torch.Generator().manual_seed(3)
+    labels = torch.randint(0, v, (t,), generator=g)
+    labels[::7] = lm_head.IGNORE
+    weight = normal(v, d, seed=1) * scale / d**0.5
+    return normal(t, d, dtype=dtypes[0]), weight.to(dtypes[1]), labels, torch.rand(t, generator=g) + 0.5
+
+
+@pytest.mark.parametrize("scale", [1.0, 6.0])
+@pytest.mark.parametrize("dtypes", [(BF16, BF16), (BF16, F32), (F32, BF16), (F32, F32)], ids=str)
+@pytest.mark.parametrize(("t", "d", "v"), HEADS)
+def test_logprobs_and_their_gradients_are_as_exact_as_the_reference(
+    t: int, d: int, v: int, dtypes: tuple[torch.dtype, torch.dtype], scale: float
+) -> None:
+    args = head(t, d, v, dtypes, scale)
+    d_out = normal(t, seed=4), normal(t, seed=5)
+    results = []
+    for forward, backward, dtype in (
+        (ops.logprobs, ops.logprobs_backward, None),
+        (lm_head._logprobs_reference, lm_head._backward_reference, None),
+        (lm_head._logprobs_reference, lm_head._backward_reference, torch.float64),
+    ):
+        inputs = [x.to(dtype) if dtype and x.is_floating_point() else x for x in args]
+        outputs = forward(*inputs, 4096)
+        grads = backward(*(g.to(dtype or F32) for g in d_out), *inputs, *outputs[1:], 4096, True, True)
+        results.append((*outputs, grads[0], grads[1].to(dtype or dtypes[1])))  # what autograd returns
+    names = ("logprob", "entropy", "total", "d_hidden", "d_weight")
+    for name, got, reference, exact in zip(names, *results, strict=True):
+        small = float(exact.abs().mean()) * torch.finfo(got.dtype).eps / 2
+        assert got.dtype == reference.dtype and got.shape == reference.shape and got.is_contiguous()
+        assert error(got, exact) <= 1.5 * max(error(reference, exact), small), name
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+def test_a_token_does_not_depend_on_the_tokens_beside_it(dtype: torch.dtype) -> None:
+    hidden, weight, labels, temperature = head(70, 64, 1100, (dtype, dtype))
+    batch = ops.logprobs(hidden, weight, labels, temperature, 4096)
+    for rows in (1, 2, 5, 6, 7, 13, 64, 69):
+        some = ops.logprobs(
+            *(x[70 - rows :].contiguous() if x is not weight else x for x in (hidden, weight, labels, temperature)), 7
+        )
+        assert all(torch.equal(a, b[70 - rows :]) for a, b in zip(some, batch, strict=True)), rows
+
+
+def test_ignored_tokens_have_no_part_in_anything() -> None:
+    for dtype in (BF16, F32):
+        hidden, weight, labels, temperature = head(40, 33, 77, (dtype, dtype))
+        ignored = labels == lm_head.IGNORE
+        hidden[ignored], temperature[ignored] = torch.nan, 0
+        outputs = ops.logprobs(hidden, weight, labels, temperature, 4096)
+        assert all(x[ignored].eq(0).all() and x.isfinite().all() for x in outputs)
+        ones = torch.ones(40)
+        d_hidden, d_weight = ops.logprobs_backward(
+            ones, ones, hidden, weight, labels, temperature, *outputs[1:], 4096, True, True
+        )
+        assert d_hidden[ignored].eq(0).all() and d_hidden.isfinite().all() and d_weight.isfinite().all()
+        none = torch.full_like(labels, lm_head.IGNORE)
+        d_hidden, d_weight = ops.logprobs_backward(ones, ones, hidden, weight, none, temperature, ones, ones, 4096, True, True)
+        assert d_hidden.eq(0).all() and d_weight.eq(0).all() and d_weight.shape == (77, 33)
+
+
+def test_only_the_gradients_that_are_wanted_are_made() -> None:
+    hidden, weight, labels, temperature = head(40, 33, 77, (BF16, BF16))
+    saved = ops.logprobs(hidden, weight, labels, temperature, 4096)[1:]
+    slopes = normal(40, seed=4), normal(40, seed=5)
+    both = ops.logprobs_backward(*slopes, hidden, weight, labels, temperature, *saved, 4096, True, True)
+    for want in ((True, False), (False, True)):
+        grads = ops.logprobs_backward(*slopes, hidden, weight, labels, temperature, *saved, 4096, *want)
+        for grad, of_both, wanted in zip(grads, both, want, strict=True):
+            assert torch.equal(grad, of_both) if wanted else grad.shape == (0, 0)
+    parts = [(slopes[0], None), (None, slopes[1])]
+    for got, want in zip(
+        *(
+            [f(*part, hidden, weight, labels, temperature, *saved, 4096, True, True)[1] for part in parts]
+            for f in (ops.logprobs_backward, lm_head._backward_reference)
+        ),
+        strict=True,
+    ):
+        torch.testing.assert_close(got, want, rtol=0, atol=0.02)
+
+
+def test_unlikely_and_infinite_logits() -> None:
+    hidden = torch.tensor([[1.0], [300.0], [torch.inf], [torch.nan]])
+    weight = torch.tensor([[1.0], [0.0], [-1.0], [2.0]])
+    labels, ones = torch.tensor([0, 2, 0, 0]), torch.ones(4)
+    logprob, entropy, total = ops.logprobs(hidden, weight, labels, ones, 4096)
+    wanted = lm_head._logprobs_reference(hidden[:2].double(), weight.double(), labels[:2], ones[:2].double(), 4096)
+    torch.testing.assert_close((logprob[:2], entropy[:2], total[:2]), tuple(x.float() for x in wanted))
+    assert logprob[2:].isnan().all() and entropy[2:].isnan().all()
+    grads = ops.logprobs_backward(
+        ones[:2], ones[:2], hidden[:2], weight, labels[:2], ones[:2], entropy[:2], total[:2], 1, True, True
+    )
+    assert all(g.isfinite().all() for g in grads)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    t=st.integers(0, 30),
+    d=st.integers(0, 20),
+    v=st.integers(1, 150),
+    chunk=st.integers(1, 40),
+    dtypes=st.tuples(*[st.sampled_from([BF16, F32])] * 2),
+)
+def test_the_lm_head_and_its_gradients_are_the_references(
+    t: int, d: int, v: int, chunk: int, dtypes: tuple[torch.dtype, torch.dtype]
+) -> None:
+    hidden, weight, labels, temperature = head(t, max(d, 1), v, dtypes)
+    hidden, weight = hidden[:, :d].contiguous(), weight[:, :d].contiguous()
+    results = []
+    for backend in ("cpu", "reference"):
+        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PRL_KERNELS", backend)
+            logprob, entropy = lm_head.logprobs(h, w, labels, temperature, chunk=chunk)
+            grads = torch.autograd.grad((logprob * 0.7 - entropy * 0.3).sum(), (h, w))
+        results.append((logprob, entropy, *(g.float() for g in grads)))
+    loose = BF16 in dtypes
+    torch.testing.assert_close(*results, rtol=2e-2 if loose else 1e-4, atol=2e-2 if loose else 1e-5)
 
 
 @settings(max_examples=40, deadline=None)
