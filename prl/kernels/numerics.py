@@ -14,6 +14,8 @@ along a row, 128x1 along a column, 128x128 of a weight); value = code · scale.
   the number of rows: an output row depends on its own input row alone, bit for bit.
 * Data movement and quantisation equal the reference bit for bit, given the same inputs. Padding rows are exactly 0.
 * SwiGLU, router, softmax and combine compute in the wider of float32 and their input's type, rounding once at the end.
+* The LM head's slopes (gradients of its logits) may be rounded to bfloat16 for the products with operands that both are, but
+  for the label's, by far the largest, as any activation's gradient is; sums stay in float32.
 
 Sources: DeepSeek-V3 (arXiv 2412.19437, section 3.3) for the blocks and the promotion every 128; the floor and the special cases
 are our own.

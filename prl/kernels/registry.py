@@ -52,6 +52,7 @@ def define(
     """Register an op; returns `torch.ops.prl.<name>`. The schema has no defaults: every argument is always passed."""
     name = schema.partition("(")[0]
     _OPS[name] = Op(name, reference, tuple(backends))
+    functions.cache_clear()  # a module of ops may be imported after a backend was first asked
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(name, functools.partial(_run, name), "CompositeExplicitAutograd")
     torch.library.register_fake(f"prl::{name}", fake, lib=_LIBRARY)

@@ -1,5 +1,8 @@
 """The choice of backend."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -73,3 +76,13 @@ def test_status_says_why(fresh):
     rows = {(op, backend): state for op, backend, state in registry.status("cpu")}
     assert rows["grouped_gemm_fp8", "cuda"] == "missing here"
     assert sum(state == "chosen" for state in rows.values()) == len(registry._OPS)
+
+
+@pytest.mark.skipif(registry.unavailable("cpu") is not None, reason=str(registry.unavailable("cpu")))
+def test_an_op_that_is_imported_after_a_backend_was_asked_finds_it_too():
+    code = """from prl.kernels import quantise, registry
+before = registry.backend_of("quantise_rows")
+from prl.kernels import lm_head
+print(before, registry.backend_of("logits"))"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == ["cpu", "cpu"]
