@@ -188,7 +188,7 @@ def movements(device: str, tokens: int, k: int, experts: int, width: int, dtype:
     """permute, combine and its backward; with a width that is a multiple of 128 also permute_quantise."""
     label = f"{tokens}x{k}-{experts}-{width}-{str(dtype).removeprefix('torch.')}"
     routes = ids(device, tokens, k, experts)
-    weights = normal(device, tokens, k, seed=1)
+    weights = normal(device, tokens, k, seed=1).masked_fill_(routes < 0, torch.nan)  # a slot of no expert adds nothing at all
     source, position, _, _ = reference("sort_rows")(routes, experts, 128)
     rows = normal(device, len(source), width, dtype=dtype, seed=2)
     yield Case("permute", label, (awkward(device, tokens, width, dtype=dtype), source, position), exactly)
