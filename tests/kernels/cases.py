@@ -297,6 +297,7 @@ def routings(
     for row in range(min(tokens - 1, 8)):
         places = torch.randint(0, experts, (3,), generator=generator)
         scores[row, places] = odd[torch.randint(0, 4, (3,), generator=generator)]
+    scores[-1:], scores[-1:, :1] = 0.0, -0.0
     bias = (4 * normal("cpu", experts, seed=1)).round() / 8
     recorded = torch.rand(tokens, experts, generator=generator).argsort(1)[:, :top_k].clone()
     recorded[1::5, :1] = experts
