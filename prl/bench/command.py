@@ -87,10 +87,6 @@ def print_status() -> None:
     from rich.console import Console
     from rich.table import Table
 
-    import prl.kernels.experts
-    import prl.kernels.indexer
-    import prl.kernels.lm_head
-    import prl.kernels.router  # noqa: F401
     from prl.kernels.registry import PREFERENCE, status
 
     device = "cuda" if torch.cuda.is_available() else "cpu"

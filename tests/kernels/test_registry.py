@@ -6,10 +6,6 @@ import sys
 import pytest
 import torch
 
-import prl.kernels.experts
-import prl.kernels.indexer
-import prl.kernels.lm_head
-import prl.kernels.router  # noqa: F401
 from prl.kernels import registry
 from prl.kernels.quantise import quantise_rows
 from prl.kernels.registry import KernelError
