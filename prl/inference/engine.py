@@ -24,11 +24,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from prl.inference.api import GenerateRequest, Generation
 from prl.inference.kv_cache import BlockPool, CachedLayout, PagedCache, block_hashes
 from prl.inference.sampling import log_probabilities, noise, sample
+from prl.kernels.lm_head import logits
 from prl.kernels.weights import weights_changed
 from prl.models.base import ForwardInput
 from prl.models.spec import ModelSpec
@@ -153,7 +153,6 @@ class Engine:
         self._out: list[Event] = []
         self._scored: dict[str, Scored] = {}
         self._weights = dict(model.state_dict())
-        self._head_VD = self._wide_head()
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -253,7 +252,6 @@ class Engine:
             for name, own in self._weights.items():
                 own.copy_(tensors[name])
         weights_changed()
-        self._head_VD = self._wide_head()
         self.version = version
 
     def reset_prefix_cache(self) -> None:
@@ -368,12 +366,7 @@ class Engine:
             self._end(self._running[int(row)], "length")
 
     def _logits(self, hidden_TD: Tensor) -> Tensor:
-        return F.linear(hidden_TD.to(self._head_VD.dtype), self._head_VD)
-
-    def _wide_head(self) -> Tensor:
-        """The LM head in the wider of float32 and its type: the model's own tensor, or a copy made once per version."""
-        weight_VD: Tensor = self.model.lm_head_weight.detach()  # type: ignore[operator]
-        return weight_VD.to(torch.promote_types(weight_VD.dtype, torch.float32))
+        return logits(hidden_TD, self.model.lm_head_weight)  # type: ignore[arg-type]
 
     def _sample(self, hidden_BD: Tensor, rows: np.ndarray) -> None:
         at = self._known[rows]

@@ -1,0 +1,105 @@
+"""Choice, replay and padding in one pass, on both backends of this CPU."""
+
+import pytest
+import torch
+
+from prl.kernels.checks import ArgumentError
+from prl.kernels.router import RouteError, check_routes, route
+
+
+@pytest.fixture(params=["reference", "cpu"], autouse=True)
+def backend(request, monkeypatch):
+    monkeypatch.setenv("PRL_KERNELS", request.param)
+
+
+def scores(t=40, e=16, seed=0):
+    return torch.rand(t, e, generator=torch.Generator().manual_seed(seed))
+
+
+def test_choice_by_hand():
+    s = torch.tensor([[0.1, 0.8, 0.8, 0.3], [0.5, 0.5, 0.5, 0.5]])
+    bias = torch.tensor([0.9, 0.0, 0.0, 0.0])
+    out = route(s, bias, None, None, None, top_k=2, scale=2.0)
+    assert out.ids_TK.tolist() == [[0, 1], [0, 1]], "the bias chooses, ties go to the lowest index"
+    torch.testing.assert_close(out.weights_TK, torch.tensor([[0.1 / 0.9, 0.8 / 0.9], [0.5, 0.5]]) * 2)
+    assert out.rows_E.tolist() == out.true_E.tolist() == [2, 2, 0, 0] and out.invalid.tolist() == [0, 0]
+
+
+def test_groups_whose_biased_scores_are_negative():
+    """Masked experts are never taken, however low the others score."""
+    s, bias = scores(e=8), torch.full((8,), -5.0)
+    out = route(s, bias, None, None, None, top_k=4, n_group=2, topk_group=1)
+    assert ((out.ids_TK < 4).all(1) | (out.ids_TK >= 4).all(1)).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.int16, torch.int32, torch.int64])
+def test_ids_out_of_range_take_the_own_choice_and_are_counted(dtype):
+    s = scores()
+    own = route(s, None, None, None, None, top_k=2)
+    recorded = torch.stack([torch.randperm(16)[:2] for _ in range(40)])
+    recorded[3] = torch.tensor([5, 200])
+    recorded[7] = torch.tensor([6, 6])
+    routed = torch.ones(40, dtype=torch.bool)
+    routed[9] = False
+    out = route(s, None, recorded.to(dtype), routed, None, top_k=2)
+    want = recorded.clone()
+    want[[3, 9]] = own.ids_TK[[3, 9]]
+    assert torch.equal(out.ids_TK, want)
+    assert out.invalid.tolist() == [1, 1] and out.rows_E.sum() == 80
+
+
+def test_gradients_reach_every_replayed_expert():
+    """float64 runs on the reference: its gradient is checked numerically, the backend's float32 one against it."""
+    recorded = torch.tensor([[0, 4]] * 5 + [[2, 2]], dtype=torch.uint8)
+    slope = torch.randn(6, 2)
+
+    def weighted(s):
+        return (route(s, None, recorded, None, None, top_k=2, scale=1.5).weights_TK * slope.to(s.dtype)).sum()
+
+    narrow = scores(t=6, e=5).requires_grad_()
+    weighted(narrow).backward()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("PRL_KERNELS")
+        exact = scores(t=6, e=5).double().requires_grad_()
+        assert torch.autograd.gradcheck(weighted, (exact,))
+        weighted(exact).backward()
+    torch.testing.assert_close(narrow.grad, exact.grad.float(), rtol=1e-4, atol=1e-6)
+    assert (exact.grad[:5][:, [0, 4]] != 0).all()
+
+
+def test_padding_is_dealt_out_and_not_counted():
+    padding = torch.arange(40) >= 20
+    out = route(scores(), None, None, None, padding, top_k=2)
+    assert torch.equal(out.ids_TK[20:].flatten(), torch.arange(40) % 16)
+    assert out.true_E.sum() == 40 and (out.rows_E - out.true_E).tolist() == [3] * 8 + [2] * 8
+
+
+def test_routes_that_no_router_can_have_made():
+    routes = torch.zeros(4, 3, 2, dtype=torch.uint8)
+    routes[..., 1] = 1
+    check_routes(routes, None, 8)
+    routes[2, 1] = torch.tensor([3, 3], dtype=torch.uint8)
+    routes[3, 0] = torch.tensor([3, 9], dtype=torch.uint8)
+    with pytest.raises(
+        RouteError, match=r"1 rows with expert ids outside 0…7, 1 rows with .* of 12; first at token 2, MoE layer 1"
+    ):
+        check_routes(routes, None, 8)
+    check_routes(routes, torch.tensor([True, True, False, False]), 8)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"top_k": 0}, "top_k must be 1 to 16, got 0"),
+        ({"top_k": 9, "n_group": 2, "topk_group": 1}, "top_k must be 1 to 8, got 9"),
+        ({"n_group": 3, "topk_group": 3}, "E must be a multiple of 3, got 16"),
+    ],
+)
+def test_sizes_that_do_not_fit(change, says):
+    with pytest.raises(ArgumentError, match=f"route: {says}"):
+        route(scores(), None, None, None, None, **({"top_k": 2} | change))
+
+
+def test_a_record_of_another_length_is_refused():
+    with pytest.raises(ArgumentError, match=r"route: recorded_TK must be of shape \[40, 2\], got \[39, 2\]"):
+        route(scores(), None, torch.zeros(39, 2, dtype=torch.uint8), None, None, top_k=2)
