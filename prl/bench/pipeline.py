@@ -50,8 +50,8 @@ def variants(cores: int) -> dict[str, list[str]]:
         ASYNC: [],
         SYNC: turns,
         SYNC_ALL: [*turns, *threads],
-        REPLAY: [*turns, "inference.dtype=bfloat16"],
-        NO_REPLAY: [*turns, "inference.dtype=bfloat16", "trainer.router_replay=false"],
+        REPLAY: [*turns, "model.dtype=float32", "inference.dtype=bfloat16"],
+        NO_REPLAY: [*turns, "model.dtype=float32", "inference.dtype=bfloat16", "trainer.router_replay=false"],
     }
 
 

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import numpy as np
 import orjson
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 DONE, MISSED, NOT_JUDGED = 0, 1, 3
@@ -129,7 +130,7 @@ class Result:
             low_high = row.ratio_quartiles
             ratios = "" if low_high is None else f" ({low_high[0]:.2f} – {low_high[1]:.2f})"
             out.add_row(
-                row.name,
+                escape(row.name),
                 f"{shown(row.value)}{spread} {row.unit}".rstrip(),
                 "" if row.ratio is None else f"{row.ratio:.2f}{ratios} × {row.against}",
                 "" if verdict is None else f"{row.goal}: [{colours[verdict]}]{verdict}[/]",
