@@ -62,6 +62,7 @@ class Refuse(importlib.abc.MetaPathFinder):
 sys.meta_path.insert(0, Refuse())
 from prl.bench import main
 assert main(["gpu"]) in (0, 1, 2)
+import prl.bench.cases
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import prl.kernels.experts  # noqa: F401 (the ops)
+from prl.bench.cases import Outputs, awkward, exactly, normal, outputs, same, ulps
 from prl.kernels import indexer, permute, quantise, registry, router, swiglu
 from prl.kernels.numerics import FP8
-from tests.kernels.cases import Outputs, awkward, exactly, normal, outputs, same, ulps
 
 pytestmark = pytest.mark.skipif(registry.unavailable("cpu") is not None, reason=str(registry.unavailable("cpu")))
 

@@ -80,9 +80,7 @@ def test_routes_that_no_router_can_have_made():
     check_routes(routes, None, 8)
     routes[2, 1] = torch.tensor([3, 3], dtype=torch.uint8)
     routes[3, 0] = torch.tensor([3, 9], dtype=torch.uint8)
-    with pytest.raises(
-        RouteError, match=r"1 rows with expert ids outside 0…7, 1 rows .* of 12; first at token 2, MoE layer 1"
-    ):
+    with pytest.raises(RouteError, match=r"1 rows with expert ids outside 0…7, 1 rows .* of 12; first at token 2, MoE layer 1"):
         check_routes(routes, None, 8)
     check_routes(routes, torch.tensor([True, True, False, False]), 8)
 

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import prl_triton
+from prl.bench import cases
 from prl.kernels import grouped_gemm as gg
 from prl.kernels.lm_head import logits, logprobs
 from prl.kernels.numerics import calc_diff
 from prl.kernels.quantise import quantise_blocks, quantise_columns, quantise_rows
 from prl.kernels.router import router_logits
 from prl_triton.grouped_gemm import tiles
-from tests.kernels import cases
 
 BF16, F32 = torch.bfloat16, torch.float32
 

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import prl_triton
+from prl.bench import cases
 from prl.kernels.experts import experts
 from prl.kernels.numerics import calc_diff
 from prl_triton import configs
-from tests.kernels import cases
 
 BIG = dict.fromkeys(("permute", "combine_backward", "swiglu", "swiglu_backward"), "ROWS")
 BIG |= dict.fromkeys(("combine", "router_scores", "route", "route_backward"), "TOKENS")

@@ -229,8 +229,8 @@ def swiglus(device: str, rows: int, width: int, dtype: torch.dtype) -> Iterator[
                 args, wanted = (x, True, pow2), _quantised_product(x, True, pow2)
                 yield Case("swiglu_quantise", f"{name}-columns{'-pow2' * pow2}", args, exactly, wanted)
                 wanted = _quantised_gradients(x, grad, weights, pow2)
-                args = (x, grad, weights, pow2)
-                yield Case("swiglu_backward_quantise", f"{name}{'-pow2' * pow2}", args, _all_but_a_sum, wanted)
+                backward = (x, grad, weights, pow2)
+                yield Case("swiglu_backward_quantise", f"{name}{'-pow2' * pow2}", backward, _all_but_a_sum, wanted)
     yield Case("swiglu_backward", label, (gate_up, grad), _slopes(gate_up, grad))
 
 
@@ -322,8 +322,8 @@ def routings(
         exact = reference("route_backward")(d_weights.double(), wide.double(), chosen, normalise, 2.5)
         total = wide.gather(1, chosen).sum(1, keepdim=True) if normalise else 1
         bound = 2**-20 * d_weights.norm(dim=1, keepdim=True) / total
-        args = (d_weights, wide, chosen, normalise, 2.5)
-        yield Case("route_backward", f"{label}{'' if normalise else '-as-is'}", args, near(exact, bound))
+        backward = (d_weights, wide, chosen, normalise, 2.5)
+        yield Case("route_backward", f"{label}{'' if normalise else '-as-is'}", backward, near(exact, bound))
 
 
 def inspections(device: str, tokens: int, layers: int, k: int, ids: torch.dtype) -> Iterator[Case]:
@@ -416,11 +416,9 @@ def products_fp8(device: str, counts: list[int], n: int, k: int, *, before: int 
     a[~of_group] = torch.nan
     codes, scales = quantise.rows_reference(a, False)
     w_codes, w_scales = quantise._blocks_reference(normal(device, e, n, k), False)
-    wide = [
-        quantise.dequantise_rows(codes, scales, torch.float64),
-        quantise.dequantise_blocks(w_codes, w_scales, torch.float64),
-    ]
-    exact = grouped_gemm._gemm_reference(*wide, starts, sizes, False)
+    wide_a = quantise.dequantise_rows(codes, scales, torch.float64)
+    wide_w = quantise.dequantise_blocks(w_codes, w_scales, torch.float64)
+    exact = grouped_gemm._gemm_reference(wide_a, wide_w, starts, sizes, False)
     for dtype in (torch.bfloat16, torch.float32):
         args = (codes, scales, w_codes, w_scales, starts, sizes, dtype)
         yield Case("grouped_gemm_fp8", f"{label}-{str(dtype).removeprefix('torch.')}", args, accurate((exact,)))
@@ -430,10 +428,10 @@ def products_fp8(device: str, counts: list[int], n: int, k: int, *, before: int 
         rows_of[~of_group] = 0
         rows_of[outside] = torch.nan
     operands = *quantise.columns_reference(g, False), *quantise.columns_reference(a, False)
-    wide = [quantise.dequantise_columns(*pair, torch.float64) for pair in (operands[:2], operands[2:])]
+    wide_g, wide_a = (quantise.dequantise_columns(*pair, torch.float64) for pair in (operands[:2], operands[2:]))
     out = normal(device, e, n, k, seed=1)
     exact = out.double()
-    grouped_gemm._weight_reference(*wide, starts, sizes, exact)
+    grouped_gemm._weight_reference(wide_g, wide_a, starts, sizes, exact)
     yield Case("grouped_gemm_weight_fp8", label, (*operands, starts, sizes, out), accurate((exact,)))
 
 
@@ -467,7 +465,57 @@ def heads(
     slopes = [normal(device, tokens, seed=seed) for seed in (3, 4)]
     for name, with_logprob, with_entropy in (("logprob", 1, 0), ("entropy", 0, 1), ("both", 1, 1)):
         d = [slope if wanted else None for slope, wanted in zip(slopes, (with_logprob, with_entropy), strict=True)]
-        saved = (*wide, *exact[1:])
-        results = lm_head._backward_reference(*(x if x is None else x.double() for x in d), *saved, chunk, True, True)
+        d_logprob, d_entropy = (x if x is None else x.double() for x in d)
+        results = lm_head._backward_reference(d_logprob, d_entropy, *wide, *exact[1:], chunk, True, True)
         args = (*d, h, w, labels, temperature, *(x.float() for x in exact[1:]), chunk, True, True)
         yield Case("logprobs_backward", f"{label}-{name}", args, accurate(results, 2.0**-16))
+
+
+def device_cases(device: str) -> Iterator[Case]:
+    """Every op at the sizes of GLM-5 and GLM-4.5-Air and at awkward ones; made one after the other."""
+    bf16, f32 = torch.bfloat16, torch.float32
+    few, skewed = [1, 0, 300, 127], [0, 2500, 3, 128, 0, 129]
+    yield from _small(device)
+    for hidden, inner, experts in ((6144, 2048, 256), (4096, 1408, 128)):
+        for dtype in (bf16, f32):
+            yield from quantisers(device, 1024, hidden, dtype)
+            yield from movements(device, 2000, 8, experts, hidden, dtype)
+            yield from swiglus(device, 1024, inner, dtype)
+        yield from transposes(device, 4, 2 * inner, hidden)
+        yield from sorts(device, 20000, 8, experts)
+        yield from scorings(device, 3000, experts)
+        yield from routings(device, 3000, experts, 8, ids=torch.uint8 if experts < 256 else torch.int16)
+        yield from router_products(device, 700, experts, hidden)
+        for counts in (few, skewed):
+            yield from products(device, counts, 2 * inner, hidden, bf16, after=100)
+            yield from products_fp8(device, counts, 2 * inner, hidden, after=1024)
+            yield from products_fp8(device, counts, hidden, inner)
+        yield from heads(device, 300, 151552, hidden, 128, bf16, bf16)
+    yield from inspections(device, 5000, 75, 8, torch.int16)
+    yield from indexes(device, 1, 256, 8192, 32, 128, bf16)
+    yield from selections(device, 64, 16384, 2048)
+
+
+def _small(device: str) -> Iterator[Case]:
+    """Sizes that no tile fits: nothing, one row, one expert, widths of 1 and of no multiple of 16."""
+    for dtype in (torch.bfloat16, torch.float32):
+        yield from quantisers(device, 128, 128, dtype, awkward)
+        yield from quantisers(device, 0, 128, dtype)
+        yield from swiglus(device, 128, 128, dtype)
+        yield from swiglus(device, 3, 5, dtype)
+        for tokens, k, experts, width in ((0, 2, 4, 128), (1, 1, 1, 1), (37, 5, 7, 100), (130, 3, 16, 384)):
+            yield from movements(device, tokens, k, experts, width, dtype)
+        for counts, n, k in (([3, 0, 130, 70], 72, 40), ([1], 1, 1), ([0, 0], 5, 6), ([], 5, 6)):
+            yield from products(device, counts, n, k, dtype, before=2, after=5)
+        yield from heads(device, 5, 3, 2, 2, dtype, dtype)
+        yield from indexes(device, 2, 3, 5, 2, 4, dtype)
+    for counts in ([100, 0, 200], [1], [0, 0], []):
+        yield from products_fp8(device, counts, 128, 256, before=128, after=128)
+    for tokens, experts, k in ((0, 8, 2), (1, 1, 1), (19, 10, 3)):
+        yield from sorts(device, tokens, k, experts)
+        yield from scorings(device, tokens, experts)
+        yield from routings(device, tokens, experts, k)
+        yield from router_products(device, tokens, experts, 7)
+    yield from routings(device, 50, 32, 4, 8, 3, torch.int64)
+    yield from inspections(device, 9, 3, 2, torch.uint8)
+    yield from selections(device, 9, 40, 7)
