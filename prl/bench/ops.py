@@ -66,8 +66,8 @@ def cases() -> Iterator[Case]:
         yield _permute_quantise(t, k, e, d)
         yield _combine(t, k, e, d)
     for t, k, e in ((2048, 8, 256), (8192, 4, 16)):
-        yield _router(t, k, e, replay=False)
-        yield _router(t, k, e, replay=True)
+        yield _router(t, k, e)
+        yield _replay(t, k, e)
     yield _quantise(1024, 4096)
     yield _swiglu(4096, 1024)
     yield _indexer(256, 2048, 8, 64, 256)
@@ -206,26 +206,49 @@ def _combine(t: int, k: int, e: int, d: int) -> Case:
     )
 
 
-def _router(t: int, k: int, e: int, *, replay: bool) -> Case:
-    logits, bias, recorded = torch.randn(t, e), torch.randn(e) / 10, _distinct(t, k, e).to(torch.uint8)
+def _weights_and_counts(scores: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    weights = scores.gather(1, ids)
+    return weights / (weights.sum(-1, keepdim=True) + 1e-20), torch.bincount(ids.flatten(), minlength=scores.shape[1])
+
+
+def _router(t: int, k: int, e: int) -> Case:
+    """From logits to ids, weights and counts."""
+    logits, bias = torch.randn(t, e), torch.randn(e) / 10
 
     def plain() -> object:
         scores = logits.sigmoid()
-        ids = recorded.long() if replay else (scores + bias).topk(k, dim=-1, sorted=False).indices
-        if replay:
-            ordered = ids.sort(-1).values
-            bool(((ids < 0) | (ids >= e)).any() | (ordered[:, 1:] == ordered[:, :-1]).any())
-        weights = scores.gather(1, ids)
-        return ids, weights / (weights.sum(-1, keepdim=True) + 1e-20), torch.bincount(ids.flatten(), minlength=e)
+        ids = (scores + bias).topk(k, dim=-1, sorted=False).indices
+        return ids, _weights_and_counts(scores, ids)
 
     return Case(
-        "route, replayed" if replay else "route",
+        "route",
         f"T {t}, E {e}, K {k}, sigmoid",
-        lambda: route(router_scores(logits, "sigmoid"), bias, recorded if replay else None, None, None, top_k=k),
-        {"sigmoid, gather, bincount" if replay else "sigmoid, topk, gather, bincount": plain},
+        lambda: route(router_scores(logits, "sigmoid"), bias, None, None, None, top_k=k),
+        {"sigmoid, topk, gather, bincount": plain},
         bytes=t * e * 8.0,
         goal=3,
         uses=("router_scores", "route"),
+    )
+
+
+def _replay(t: int, k: int, e: int) -> Case:
+    """Recorded ids, validated, with the weights that the dense scores give them, and counts."""
+    scores, recorded = torch.rand(t, e), _distinct(t, k, e).to(torch.uint8)
+
+    def plain() -> object:
+        ids = recorded.long()
+        ordered = ids.sort(-1).values
+        invalid = ((ids < 0) | (ids >= e)).any(-1).sum(), (ordered[:, 1:] == ordered[:, :-1]).any(-1).sum()
+        return invalid, _weights_and_counts(scores, ids)
+
+    return Case(
+        "route, replayed",
+        f"T {t}, E {e}, K {k}",
+        lambda: route(scores, None, recorded, None, None, top_k=k),
+        {"sort, compare, gather, bincount": plain},
+        bytes=t * k * 24.0,
+        goal=3,
+        uses=("route",),
     )
 
 
