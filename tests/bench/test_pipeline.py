@@ -91,7 +91,8 @@ def test_compared_variants_take_turns_in_going_first() -> None:
 def test_variants_are_what_they_are_called(name: str) -> None:
     config = load("configs/demo.yaml", variants(2)[name])
     assert config.orchestrator.synchronous == (name != ASYNC)
-    assert config.inference.dtype == ("bfloat16" if name in (REPLAY, NO_REPLAY) else "float32")
+    assert config.inference.dtype == "bfloat16"
+    assert config.model.dtype == ("float32" if name in (REPLAY, NO_REPLAY) else "bfloat16")
     assert config.trainer.router_replay == (name != NO_REPLAY)
     plain = load("configs/demo.yaml", []).launch.threads
     assert config.launch.threads == ({"trainer": 2, "inference": 2} if name == SYNC_ALL else plain)
