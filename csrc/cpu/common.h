@@ -81,8 +81,16 @@ const T* in(const std::optional<Tensor>& t) { return t ? in<T>(*t) : nullptr; }
 template <class T>
 T* out(const Tensor& t) { return static_cast<T*>(t.mutable_data_ptr()); }
 
-// Uninitialised, on the CPU: what is returned must be written in full.
-inline Tensor empty(std::initializer_list<int64_t> sizes, ScalarType dtype) { return torch::stable::empty(sizes, dtype); }
+// Uninitialised, on the CPU: what is returned must be written in full. Past the dispatcher, which takes a microsecond.
+inline Tensor empty(std::initializer_list<int64_t> sizes, ScalarType dtype) {
+  int64_t strides[4], stride = 1;
+  for (size_t i = sizes.size(); i-- > 0; stride *= sizes.begin()[i] > 1 ? sizes.begin()[i] : 1) strides[i] = stride;
+  int32_t type = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
+  AtenTensorHandle made;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
+      int64_t(sizes.size()), sizes.begin(), strides, type, aoti_torch_device_type_cpu(), 0, &made));
+  return Tensor(made);
+}
 
 // f(begin, end) over [0, n) on torch's threads, at least `grain` of n each. What is computed must not depend on the split.
 template <class F>

@@ -14,7 +14,7 @@ PRL_INLINE vu encode(vf x) {
 }
 
 PRL_INLINE void store_codes(f8* p, vu codes) {
-  vb b = __builtin_convertvector(codes, vb);
+  vb b = narrow_8(codes);
   memcpy(p, &b, sizeof b);
 }
 

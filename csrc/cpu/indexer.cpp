@@ -144,7 +144,7 @@ static void select(const float* scores, const uint8_t* mask, int64_t n, int64_t 
       int64_t left = used - i * kLanes;
       vb m = {};
       left < kLanes ? memcpy(&m, allowed + i * kLanes, left) : memcpy(&m, allowed + i * kLanes, sizeof m);
-      vu in = -__builtin_convertvector(m, vu), key = keys_of(load(score + i * kLanes, left)) & in;
+      vu in = -widen(m), key = keys_of(load(score + i * kLanes, left)) & in;
       store(&keys[i * kLanes], (vi)key);
       some |= key;
       all &= key | (vu)(key == 0);
@@ -169,7 +169,7 @@ static void select(const float* scores, const uint8_t* mask, int64_t n, int64_t 
     }
     for (int64_t i = 0; i < vectors; ++i) {
       vu key = (vu)load(&keys[i * kLanes]);
-      vb taken = __builtin_convertvector((vu)(key >= (room < n ? bound + 1 : bound)) & 1, vb);
+      vb taken = narrow_8((vu)(key >= (room < n ? bound + 1 : bound)) & 1);
       int64_t left = used - i * kLanes;
       left < kLanes ? memcpy(chosen + i * kLanes, &taken, left) : memcpy(chosen + i * kLanes, &taken, sizeof taken);
     }

@@ -110,9 +110,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> route(
     twice += found[1];
   });
   int64_t *rows = out<int64_t>(rows_E), *real = out<int64_t>(true_E), *counts = out<int64_t>(invalid);
-  for (int64_t e = 0; e < experts; ++e) rows[e] = real[e] = 0;
-  for (int64_t i = 0; i < tokens * top_k; ++i) ++rows[r.ids[i]];
-  for (int64_t e = 0; e < experts; ++e) real[e] = rows[e];
+  // In four parts, since an addition must wait for the last one to the same place.
+  std::vector<int64_t> parts(4 * experts);
+  for (int64_t i = 0; i < tokens * top_k; ++i) ++parts[r.ids[i] * 4 + i % 4];
+  for (int64_t e = 0; e < experts; ++e) rows[e] = real[e] = parts[e * 4] + parts[e * 4 + 1] + parts[e * 4 + 2] + parts[e * 4 + 3];
   if (r.padding)
     for (int64_t i = 0; i < tokens * top_k; ++i) real[r.ids[i]] -= r.padding[i / top_k];
   counts[0] = outside;
@@ -270,6 +271,7 @@ PRL_INLINE void rank(const int32_t* keys, int64_t n, int32_t* ranks) {
 // The top_k best of `keys`, n padded to a multiple of sixteen by INT32_MIN: the lanes' largest keys tell a bound that few are
 // above, so few that comparing each with each sorts them.
 PRL_INLINE void choose(const int32_t* keys, int64_t n, int64_t top_k, std::vector<int32_t>& places, int64_t* ids) {
+  alignas(64) int32_t found[16], ranks[16], order[16];
   int32_t bound = INT32_MIN + 1;
   if (n > 16 && top_k <= 16) {
     alignas(64) int32_t tops[16];
@@ -292,7 +294,6 @@ PRL_INLINE void choose(const int32_t* keys, int64_t n, int64_t top_k, std::vecto
     for (int64_t k = 0; k < top_k; ++k) ids[k] = places[k];
     return;
   }
-  alignas(64) int32_t found[16], ranks[16], order[16];
   for (int i = 0; i < 16; ++i) found[i] = i < count ? keys[places[i]] : INT32_MIN;
   rank(found, count, ranks);
   for (int64_t i = 0; i < count; ++i) order[ranks[i]] = places[i];
