@@ -209,7 +209,12 @@ static void softmax_rows(const float* logits, int64_t experts, float* scores, in
   for (int64_t t = begin; t < end; ++t) {
     const float* x = logits + t * experts;
     float *y = scores + t * experts, top = -INFINITY;
-    for (int64_t e = 0; e < experts; ++e) top = x[e] > top ? x[e] : top;
+    vf tops = splat(top);
+    for (int64_t i = 0; i < experts; i += kLanes) {
+      vf v = load(x + i, experts - i, -INFINITY);
+      tops = v > tops ? v : tops;
+    }
+    for (int i = 0; i < kLanes; ++i) top = tops[i] > top ? tops[i] : top;
     Sum sum;
     for (int64_t i = 0; i < experts; i += kLanes) {
       vf e = exp(load(x + i, experts - i, -INFINITY) - top);
@@ -222,7 +227,9 @@ static void softmax_rows(const float* logits, int64_t experts, float* scores, in
   }
 }
 
-// Integers in the order of the scores, as sorting has it: zeros equal, NaN above all. INT32_MIN is below every score.
+// Integers in the order of the scores, as sorting has it: zeros equal, NaN above all. kNone is below every score.
+constexpr int32_t kNone = INT32_MIN + 1;
+
 PRL_INLINE vi keys_of(vf x) {
   vi bits = (vi)(x + 0.0f);
   return x == x ? bits ^ ((bits >> 31) & 0x7fffffff) : vi{} + INT32_MAX;
@@ -268,11 +275,11 @@ PRL_INLINE void rank(const int32_t* keys, int64_t n, int32_t* ranks) {
   }
 }
 
-// The top_k best of `keys`, n padded to a multiple of sixteen by INT32_MIN: the lanes' largest keys tell a bound that few are
+// The top_k best of `keys`, n padded to a multiple of sixteen by kNone: the lanes' largest keys tell a bound that few are
 // above, so few that comparing each with each sorts them.
 PRL_INLINE void choose(const int32_t* keys, int64_t n, int64_t top_k, std::vector<int32_t>& places, int64_t* ids) {
   alignas(64) int32_t found[16], ranks[16], order[16];
-  int32_t bound = INT32_MIN + 1;
+  int32_t bound = kNone + 1;
   if (n > 16 && top_k <= 16) {
     alignas(64) int32_t tops[16];
     vi top[16 / kLanes], counts[16 / kLanes];
@@ -287,16 +294,21 @@ PRL_INLINE void choose(const int32_t* keys, int64_t n, int64_t top_k, std::vecto
       bound = most > bound ? most : bound;
     }
   }
-  int64_t count = collect(keys, n, bound, places.data());
-  if (count > 16) {
-    auto better = [&](int32_t a, int32_t b) { return keys[a] > keys[b] || (keys[a] == keys[b] && a < b); };
-    std::partial_sort(places.begin(), places.begin() + top_k, places.begin() + count, better);
-    for (int64_t k = 0; k < top_k; ++k) ids[k] = places[k];
-    return;
+  if (n == 16) {
+    rank(keys, 16, ranks);
+    for (int i = 0; i < 16; ++i) order[ranks[i]] = i;
+  } else {
+    int64_t count = collect(keys, n, bound, places.data());
+    if (count > 16) {
+      auto better = [&](int32_t a, int32_t b) { return keys[a] > keys[b] || (keys[a] == keys[b] && a < b); };
+      std::partial_sort(places.begin(), places.begin() + top_k, places.begin() + count, better);
+      for (int64_t k = 0; k < top_k; ++k) ids[k] = places[k];
+      return;
+    }
+    for (int i = 0; i < 16; ++i) found[i] = i < count ? keys[places[i]] : kNone;
+    rank(found, count, ranks);
+    for (int64_t i = 0; i < count; ++i) order[ranks[i]] = places[i];
   }
-  for (int i = 0; i < 16; ++i) found[i] = i < count ? keys[places[i]] : INT32_MIN;
-  rank(found, count, ranks);
-  for (int64_t i = 0; i < count; ++i) order[ranks[i]] = places[i];
   for (int64_t k = 0; k < top_k; ++k) ids[k] = order[k];
 }
 
@@ -324,7 +336,7 @@ static void limit_groups(int32_t* keys, const Route& r, std::vector<int32_t>& be
 
 static void route_rows(const Route& r, int64_t begin, int64_t end, int64_t* found) {
   int64_t padded = (r.experts + 15) / 16 * 16;
-  std::vector<int32_t> keys(padded, INT32_MIN), places(padded + 16), best(r.groups);
+  std::vector<int32_t> keys(padded, kNone), places(padded + 16), best(r.groups);
   Judge judge(r.experts);
   for (int64_t t = begin; t < end; ++t) {
     const float* scores = r.scores + t * r.experts;
@@ -342,7 +354,7 @@ static void route_rows(const Route& r, int64_t begin, int64_t end, int64_t* foun
         vf x = load(scores + i, left);
         store(&keys[i], keys_of(r.bias ? x + load(r.bias + i, left) : x));
       }
-      for (int64_t e = r.experts; e < padded; ++e) keys[e] = INT32_MIN;
+            for (int64_t e = r.experts; e < padded; ++e) keys[e] = kNone;
       if (r.top_groups < r.groups) limit_groups(keys.data(), r, best);
       choose(keys.data(), padded, r.top_k, places, ids);
     }
