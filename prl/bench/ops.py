@@ -391,8 +391,9 @@ from pathlib import Path
 import torch
 from prl.bench.ops import _lm_head
 torch.set_num_threads(1)
-case = _lm_head(2048, 256, 32768)
-way = case.ours if sys.argv[1] == "ours" else case.plain["all logits"]
+way = lambda case: case.ours if sys.argv[1] == "ours" else case.plain["all logits"]
+way(_lm_head(8, 32, 64))()  # what the first use of autograd loads is neither's
+way = way(_lm_head(2048, 256, 32768))
 Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
 status = lambda key: int(re.search(key + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
 before = status("VmRSS")
