@@ -89,7 +89,7 @@ def test_one_read_gives_the_same_as_two(pow2):
     apart = (*quantise_rows(x, pow2=pow2), *quantise_columns(x, pow2=pow2))
     assert all(torch.equal(a.float(), b.float()) for a, b in zip(both, apart, strict=True))
     assert both[2].shape == (384, 256) and both[3].shape == (2, 384)
-    assert (dequantise_columns(*both[2:]) - x.float()).abs().max() < 0.3
+    assert ((dequantise_columns(*both[2:]) - x.float()).norm() / x.float().norm()) < 0.04
 
 
 def test_square_blocks_can_be_transposed():
