@@ -1,6 +1,7 @@
 """Weight versions: whole or not there, never overtaken by pruning, verified on load, and a full disk hurts nobody."""
 
 import resource
+import shutil
 import subprocess
 import sys
 import time
@@ -8,8 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 
 from prl.config.schema import Transport
+from prl.transport import weights
 from prl.transport.run_dir import RunDir
 from prl.transport.weights import VersionGone, WeightStore, WeightStoreError
 
@@ -138,6 +141,19 @@ def test_readers_beside_the_writer_see_whole_versions_only(run: RunDir) -> None:
     for r in readers:
         out, _ = r.communicate(timeout=30)
         assert r.returncode == 0 and int(out) > 1
+
+
+def test_a_version_pruned_while_it_is_read_is_gone_not_damaged(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    w = WeightStore(run, Transport(weights="filesystem", keep_versions=2))
+    w.publish(0, 0, tensors(0).items())
+
+    def pruned_first(path: Path, **options: str) -> object:
+        shutil.rmtree(w.root / "v0")
+        return safe_open(path, **options)
+
+    monkeypatch.setattr(weights, "safe_open", pruned_first)
+    with pytest.raises(VersionGone, match="version 0 is not there"):
+        w.load(0)
 
 
 def test_a_reader_with_open_files_is_not_disturbed_by_pruning(run: RunDir) -> None:
