@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from prl.kernels import checks
-from prl.kernels.numerics import FP8, wide
-from prl.kernels.quantise import columns_fake, columns_reference, rows_fake, rows_reference
+from prl.kernels.numerics import wide
+from prl.kernels.quantise import columns_fake, columns_reference, no_columns, rows_fake, rows_reference
 from prl.kernels.registry import define
 
 FLOATS = (torch.bfloat16, torch.float32, torch.float64)
@@ -127,7 +127,7 @@ def _permute_quantise_reference(
     x_TD: Tensor, source_R: Tensor, position_TK: Tensor, columns: bool, pow2: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     rows_RD = _permute_reference(x_TD, source_R, position_TK)
-    by_column = columns_reference(rows_RD, pow2) if columns else _no_columns(x_TD)
+    by_column = columns_reference(rows_RD, pow2) if columns else no_columns(x_TD)
     return *rows_reference(rows_RD, pow2), *by_column
 
 
@@ -135,11 +135,7 @@ def _permute_quantise_fake(
     x_TD: Tensor, source_R: Tensor, position_TK: Tensor, columns: bool, pow2: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     rows_RD = _permute_fake(x_TD, source_R, position_TK)
-    return *rows_fake(rows_RD, pow2), *(columns_fake(rows_RD, pow2) if columns else _no_columns(x_TD))
-
-
-def _no_columns(x: Tensor) -> tuple[Tensor, Tensor]:
-    return x.new_empty(0, 0, dtype=FP8), x.new_empty(0, 0, dtype=torch.float32)
+    return *rows_fake(rows_RD, pow2), *(columns_fake(rows_RD, pow2) if columns else no_columns(x_TD))
 
 
 def _combine_reference(rows_RD: Tensor, weights_TK: Tensor | None, source_R: Tensor, position_TK: Tensor) -> Tensor:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from prl.kernels import checks
-from prl.kernels.numerics import FP8, wide
-from prl.kernels.quantise import columns_fake, columns_reference, rows_fake, rows_reference
+from prl.kernels.numerics import wide
+from prl.kernels.quantise import columns_fake, columns_reference, no_columns, rows_fake, rows_reference
 from prl.kernels.registry import define
 
 FLOATS = (torch.bfloat16, torch.float32, torch.float64)
@@ -102,16 +102,12 @@ def _backward_fake(gate_up_RJ: Tensor, grad_RI: Tensor) -> Tensor:
 
 def _quantise_reference(gate_up_RJ: Tensor, columns: bool, pow2: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     product_RI = _product(gate_up_RJ)
-    return *rows_reference(product_RI, pow2), *(columns_reference(product_RI, pow2) if columns else _no_columns(product_RI))
+    return *rows_reference(product_RI, pow2), *(columns_reference(product_RI, pow2) if columns else no_columns(product_RI))
 
 
 def _quantise_fake(gate_up_RJ: Tensor, columns: bool, pow2: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     product_RI = _swiglu_fake(gate_up_RJ)
-    return *rows_fake(product_RI, pow2), *(columns_fake(product_RI, pow2) if columns else _no_columns(product_RI))
-
-
-def _no_columns(x: Tensor) -> tuple[Tensor, Tensor]:
-    return x.new_empty(0, 0, dtype=FP8), x.new_empty(0, 0, dtype=torch.float32)
+    return *rows_fake(product_RI, pow2), *(columns_fake(product_RI, pow2) if columns else no_columns(product_RI))
 
 
 def _backward_quantise_reference(
