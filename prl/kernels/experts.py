@@ -32,7 +32,7 @@ def experts(
     checks.tensor("experts", "ids_TK", ids_TK, [len(x_TD), None], [torch.int64])
     checks.tensor("experts", "down_EDI", down_EDI, [e, d, j // 2], [gate_up_EJD.dtype])
     if precision == "fp8":
-        return _ExpertsFP8.apply(x_TD, ids_TK, weights_TK, gate_up_EJD, down_EDI)
+        return _ExpertsFP8.apply(x_TD, ids_TK, weights_TK, gate_up_EJD, down_EDI, torch.is_grad_enabled())
     source_R, position_TK, starts_E1, counts_E = sort_rows(ids_TK, e)
     rows_RD = permute(x_TD, source_R, position_TK)
     act_RI = swiglu(grouped_gemm(rows_RD, gate_up_EJD, starts_E1, counts_E))
@@ -43,9 +43,11 @@ class _ExpertsFP8(torch.autograd.Function):
     """Keeps the tokens' FP8 codes and the gate and up projections; activations are computed again, outputs never kept."""
 
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, gate_up_EJD: Tensor, down_EDI: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, gate_up_EJD: Tensor, down_EDI: Tensor, grad: bool
+    ) -> Tensor:
         source_R, position_TK, starts_E1, counts_E = sort_rows(ids_TK, len(gate_up_EJD), align=BLOCK)
-        columns = any(ctx.needs_input_grad)
+        columns = grad and any(ctx.needs_input_grad)  # parameters need a gradient under no_grad too
         x, x_scales, x_columns, x_column_scales = permute_quantise(x_TD, source_R, position_TK, columns=columns)
         gate_up, down = quantised(gate_up_EJD), quantised(down_EDI)
         gate_up_RJ = grouped_gemm_fp8(x, x_scales, *gate_up.plain, starts_E1, counts_E, out_dtype=x_TD.dtype)
@@ -57,7 +59,7 @@ class _ExpertsFP8(torch.autograd.Function):
         return combine(out_RD, weights_TK, source_R, position_TK)
 
     @staticmethod
-    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, None, Tensor, Tensor, Tensor]:
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
         weights_TK, gate_up_RJ, x_columns, x_column_scales, source_R, position_TK, starts_E1, counts_E = ctx.saved_tensors
         (gate_up_shape, down_shape), dtype = ctx.shapes, gate_up_RJ.dtype
         grad_TD = grad_TD.contiguous()
@@ -76,4 +78,4 @@ class _ExpertsFP8(torch.autograd.Function):
         d_x_RD = grouped_gemm_fp8(d, d_scales, gate_up, gate_up_scales, starts_E1, counts_E, out_dtype=dtype)
         d_weights_TK = torch.where(position_TK < 0, 0, d_weights_R[position_TK.clamp(min=0)])
         d_x_TD = combine(d_x_RD, None, source_R, position_TK)
-        return d_x_TD, None, d_weights_TK, d_gate_up_EJD.to(ctx.weight_dtype), d_down_EDI.to(ctx.weight_dtype)
+        return d_x_TD, None, d_weights_TK, d_gate_up_EJD.to(ctx.weight_dtype), d_down_EDI.to(ctx.weight_dtype), None
