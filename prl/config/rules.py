@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from prl.config import mesh
 from prl.config.schema import RunConfig
 
 Check = Callable[[RunConfig], Iterator[tuple[str, str]]]
@@ -196,7 +198,20 @@ def _control(c: RunConfig) -> Found:
         yield "control", "is more SFT on the worked answers of sft, which is not set"
 
 
+@_reads("trainer.ranks", "trainer.mesh", "model")
+def _mesh(c: RunConfig) -> Found:
+    n_experts = next((n for key in ("n_routed_experts", "num_experts") if (n := _number(c, key)) is not None), 0)
+    for path, message in mesh.problems(c.trainer, int(n_experts)):
+        yield f"trainer.{path}", message
+
+
 def _number(c: RunConfig, key: str) -> float | None:
-    """A number of the inline architecture; its other faults are the model's to report."""
-    value: Any = (c.model.architecture or {}).get(key)
+    """A number of the model's config.json, inline or in its folder; other faults of it are the model's to report."""
+    architecture: Any = c.model.architecture
+    if architecture is None and c.model.path is not None:
+        try:
+            architecture = json.loads((c.model.path / "config.json").read_text())
+        except (OSError, ValueError):
+            return None
+    value: Any = (architecture or {}).get(key)
     return value if isinstance(value, int | float) and not isinstance(value, bool) else None

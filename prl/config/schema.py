@@ -128,8 +128,20 @@ class Optim(Section):
     clip: PositiveFloat = 1.0
 
 
+class Mesh(Section):
+    """How the trainer's ranks share the work; see `prl.config.mesh`."""
+
+    replicate: PositiveInt = 1
+    """Copies of the sharded model (HSDP)."""
+    cp: PositiveInt | Literal["auto"] = "auto"
+    """Ranks that share each sequence (context parallelism); auto: the smallest."""
+    ep: PositiveInt | Literal["auto"] = "auto"
+    """Ranks that share the experts (expert parallelism); auto: the most that divide experts and ranks."""
+
+
 class Trainer(Section):
     ranks: PositiveInt = 1
+    mesh: Mesh = Mesh()
     precision: Precision = "bf16"
     """What the routed experts compute in: `model.dtype` (bf16), or block-scaled FP8, the masters quantised once a step."""
     steps: PositiveInt = 100

@@ -1,51 +1,37 @@
-"""FSDP2 over the data mesh: parameters, gradients and optimizer state are sharded block by block, gradients are summed."""
+"""FSDP2: parameters, gradients and optimizer state are sharded block by block, gradients are summed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
-
-from prl.kernels.weights import gather_as_fp8
+from torch.distributed.tensor import Shard
 
 
 def shard(
-    root: nn.Module,
-    blocks: Iterable[nn.Module],
-    wide: Iterable[nn.Module],
-    mesh: DeviceMesh,
-    *,
-    compute: torch.dtype,
-    master: torch.dtype,
-    fp8: Iterable[nn.Module] = (),
+    module: nn.Module, mesh: DeviceMesh, *, compute: torch.dtype, master: torch.dtype, keep_gathered: bool = False
 ) -> None:
-    """Shard each of `wide`, each block and then what is left of `root`, in place.
+    """Shard what of `module` is not sharded yet, in place; forward and backward run in `compute`.
 
-    Forward and backward run in `compute`, those of `wide` in `master`; of the `fp8` modules codes and scales are gathered.
-
-    Parameters must be equal on all ranks and of type `master`, in which gradients are reduced and kept. FSDP's mean is
+    Parameters are of type `master`, in which gradients are reduced and kept. They are cut along their first dimension, or
+    along the second where only that divides. With `keep_gathered` they stay whole from forward to backward. FSDP's mean is
     undone: with a divide factor of 1 gloo needs plain sums, since it knows no pre-multiplied ones.
     """
-    for module, dtype in [*((m, master) for m in wide), *((m, compute) for m in (*blocks, root))]:
-        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=master, cast_forward_inputs=False)
-        fully_shard(module, mesh=mesh, mp_policy=policy)
-        sharded = cast(FSDPModule, module)
-        sharded.set_gradient_divide_factor(1.0)
-        sharded.set_force_sum_reduction_for_comms(True)
-    for module in fp8:
-        gather_as_fp8(module, mesh.size())
+    ranks = mesh.size(mesh.ndim - 1)
 
+    def placement(p: nn.Parameter) -> Shard | None:
+        return Shard(1) if p.dim() > 2 and p.shape[0] % ranks and not p.shape[1] % ranks else None
 
-def local(x: Tensor) -> Tensor:
-    """This rank's shard of a sharded tensor, else the tensor itself."""
-    return x.to_local() if isinstance(x, DTensor) else x
-
-
-def full(x: Tensor) -> Tensor:
-    """The whole of a sharded tensor: a collective that every rank must join."""
-    return x.full_tensor() if isinstance(x, DTensor) else x
+    fully_shard(
+        module,
+        mesh=mesh,
+        mp_policy=MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=master, cast_forward_inputs=False),
+        shard_placement_fn=placement,
+        reshard_after_forward=not keep_gathered,
+    )
+    sharded = cast(FSDPModule, module)
+    sharded.set_gradient_divide_factor(1.0)
+    sharded.set_force_sum_reduction_for_comms(True)

@@ -16,7 +16,9 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
+
+from prl.config.mesh import MeshShape
 
 STORE = "trainer-store"
 """Name under which rank 0 announces the store."""
@@ -37,17 +39,44 @@ class Mesh:
     rank: int
     world: int
     device: torch.device
-    data: DeviceMesh | None = None
-    """Over which FSDP2 shards; None with one rank."""
+    shape: MeshShape = MeshShape()
+    dense: DeviceMesh | None = None
+    """Over which FSDP2 shards, (fsdp) or (replicate, fsdp); None with one rank, as the rest."""
+    experts: DeviceMesh | None = None
+    """(expert, fsdp) or (expert, replicate, fsdp), what experts are sharded over."""
+    context: dist.ProcessGroup | None = None
+    """The ranks that share this rank's rows, in order; None where it has them alone."""
 
     @property
     def main(self) -> bool:
         return self.rank == 0
 
+    @property
+    def stream(self) -> int:
+        """Which stream of micro-batches is this rank's."""
+        return self.rank // self.shape.context
+
+    @property
+    def place(self) -> int:
+        """Among the ranks of its stream: 0 speaks for all of them where they know the same."""
+        return self.rank % self.shape.context
+
+    @property
+    def expert_fsdp(self) -> DeviceMesh:
+        """Over which FSDP2 shards the experts that this rank holds."""
+        assert self.experts is not None and self.experts.mesh_dim_names is not None
+        return self.experts[self.experts.mesh_dim_names[1:]]
+
     def sum(self, x: Tensor) -> Tensor:
         """Sum over the ranks, in place; the same bits on every rank."""
         if self.world > 1:
             dist.all_reduce(x)
+        return x
+
+    def sum_copy(self, x: Tensor) -> Tensor:
+        """Sum over the ranks that hold one copy of the parameters, in place."""
+        if self.dense is not None:
+            dist.all_reduce(x, group=self.dense.get_group("fsdp"))
         return x
 
     def max(self, x: Tensor) -> Tensor:
@@ -85,6 +114,32 @@ class Mesh:
             dist.destroy_process_group()
 
 
+def lay_out(shape: MeshShape, rank: int, device: torch.device) -> Mesh:
+    """The mesh of an initialised process group, whose ranks must be as many; a collective."""
+    ranks = torch.arange(shape.world)
+
+    def mesh(places: Tensor, *names: str) -> DeviceMesh:
+        if shape.replicate == 1:  # FSDP takes a second dimension for HSDP
+            kept = [i for i, name in enumerate(names) if name != "replicate"]
+            places, names = places.reshape([places.shape[i] for i in kept]), tuple(names[i] for i in kept)
+        return DeviceMesh(device.type, places, mesh_dim_names=names)
+
+    experts = ranks.view(shape.replicate, shape.expert_fsdp, shape.expert).permute(2, 0, 1)
+    context = None
+    if shape.context > 1:
+        rows = DeviceMesh(device.type, ranks.view(shape.data, shape.context), mesh_dim_names=("data", "context"))
+        context = rows.get_group("context")
+    return Mesh(
+        rank,
+        shape.world,
+        device,
+        shape,
+        mesh(ranks.view(shape.replicate, shape.fsdp), "replicate", "fsdp"),
+        mesh(experts, "expert", "replicate", "fsdp"),
+        context,
+    )
+
+
 def device_of(rank: int) -> torch.device:
     """The rank's GPU, or the CPU where there is none."""
     if not torch.cuda.is_available():
@@ -94,12 +149,12 @@ def device_of(rank: int) -> torch.device:
     return device
 
 
-def join(run: Rendezvous, rank: int, world: int, *, start_s: float, wait_s: float) -> Mesh:
+def join(run: Rendezvous, rank: int, shape: MeshShape, *, start_s: float, wait_s: float) -> Mesh:
     """Meet the other ranks through the run's folder: rank 0 opens a TCP store on a free port and announces it.
 
     `start_s` bounds the meeting, `wait_s` every later collective. TimeoutError names what was waited for.
     """
-    device = device_of(rank)
+    device, world = device_of(rank), shape.world
     if world == 1:
         return Mesh(rank, world, device)
     host = os.environ.get("PRL_HOST", "127.0.0.1")
@@ -109,7 +164,7 @@ def join(run: Rendezvous, rank: int, world: int, *, start_s: float, wait_s: floa
     store.set_timeout(timedelta(seconds=start_s))
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=wait_s))
-    return Mesh(rank, world, device, init_device_mesh(device.type, (world,), mesh_dim_names=("data",)))
+    return lay_out(shape, rank, device)
 
 
 def _open_store(run: Rendezvous, host: str) -> dist.TCPStore:

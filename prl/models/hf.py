@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from prl.distributed.sharded import copy_into
 from prl.models.base import Model
 from prl.models.convert import Assignment, Problem, Shape, WeightError, assign, keeps_float32, written
 from prl.models.registry import build, operations, shapes_of
@@ -65,18 +66,21 @@ def load_hf(path: Path | str, *, dtype: torch.dtype = torch.float32, device: tor
     another shape, FileNotFoundError for a missing file.
     """
     folder = Path(path)
-    spec = read_spec(folder)
-    model = build(spec, dtype=dtype, device=device)
+    model = build(read_spec(folder), dtype=dtype, device=device)
+    read_hf(folder, model.spec, model.state_dict())
+    return model
+
+
+def read_hf(folder: Path, spec: ModelSpec, state: Mapping[str, Tensor]) -> None:
+    """Read a folder's weights into a model's tensors as `load_hf` does; of sharded ones each rank keeps its part."""
     with ExitStack() as stack:
         stored = _open_folder(folder, stack)
-        state = model.state_dict()
         plan = _assign(spec, {n: tuple(t.shape) for n, t in state.items()}, stored, str(folder))
         for why, names in plan.left_out.items():
             log.warning(
                 "%s: left out %d tensors (%s): %s%s", folder, len(names), why, names[0], ", …" if len(names) > 1 else ""
             )
         _copy(plan, stored, state, block_size(spec))
-    return model
 
 
 def from_hf(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -285,7 +289,7 @@ def _copy(plan: Assignment, stored: Mapping[str, Stored], state: Mapping[str, Te
         tensor = stored[hf_name].read()
         if stored[hf_name].dtype == _FLOAT8:
             tensor = dequantise(tensor, stored[hf_name + SCALE].read(), block)
-        state[view.name][view.index].copy_(tensor)
+        copy_into(state[view.name], view.index, tensor)
 
 
 def dequantise(weight: Tensor, scale: Tensor, block: tuple[int, int] = (128, 128)) -> Tensor:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 
 import torch
 import xxhash
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch import Tensor
 
+from prl.distributed.sharded import copy_into
 from prl.models.base import Model
 from prl.models.convert import Operation, Shape, is_expert, keeps_float32
 from prl.models.spec import ModelSpec
@@ -36,15 +37,20 @@ def build(spec: ModelSpec, *, dtype: torch.dtype = torch.float32, device: torch.
     return model if torch.device(device).type == "meta" else model.to_empty(device=device)
 
 
-@torch.no_grad()
 def init_weights(model: Model, seed: int) -> None:
-    """Draw the weights: normal with config.json's initializer_range; norms 1, biases 0.
+    """`draw` into a model."""
+    draw(model.spec, model.state_dict(), seed)
+
+
+@torch.no_grad()
+def draw(spec: ModelSpec, state: Mapping[str, Tensor], seed: int) -> None:
+    """Draw first weights into a model's tensors: normal with config.json's initializer_range; norms 1, biases 0.
 
     Each tensor has a generator of its own, keyed by (seed, name), and is drawn whole, in float32, on the CPU: the values do
     not depend on sharding, device, type or order.
     """
-    std = model.spec.raw["initializer_range"]
-    for name, tensor in model.state_dict().items():
+    std = spec.raw["initializer_range"]
+    for name, tensor in state.items():
         if name.endswith("bias"):
             tensor.zero_()
         elif tensor.dim() == 1:
@@ -52,11 +58,7 @@ def init_weights(model: Model, seed: int) -> None:
         else:
             generator = torch.Generator().manual_seed(xxhash.xxh64_intdigest(f"{seed}:{name}".encode()) >> 1)
             full = torch.empty(tensor.shape, dtype=torch.float32).normal_(0.0, std, generator=generator)
-            if isinstance(tensor, DTensor):
-                full = full.to(tensor.device, tensor.dtype)
-                tensor.copy_(distribute_tensor(full, tensor.device_mesh, tensor.placements, src_data_rank=None))
-            else:
-                tensor.copy_(full)
+            copy_into(tensor, (), full)
 
 
 def shapes_of(spec: ModelSpec) -> dict[str, Shape]:

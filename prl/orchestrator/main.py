@@ -15,6 +15,7 @@ from typing import Any
 
 import uvloop
 
+from prl.config.mesh import data_ranks
 from prl.config.schema import RunConfig
 from prl.envs.base import Env, Task, TaskError, make_task
 from prl.envs.registry import make
@@ -343,8 +344,9 @@ class Orchestrator:
         due = cut.step % config.checkpoint.every == 0
         state = self._state(cut, due)
         checksum = measures.checksum(rollouts)
-        ranks, budget = config.trainer.ranks, config.trainer.pack_tokens
-        batches = pack(rollouts, step=cut.step, budget=budget, ranks=ranks, checksum=checksum)
+        streams = data_ranks(config.trainer)
+        packed = pack(rollouts, step=cut.step, budget=config.trainer.pack_tokens, ranks=streams, checksum=checksum)
+        batches = [batch for batch in packed for _ in range(config.trainer.ranks // streams)]
         while not self.stop.is_set():
             try:
                 self.server.offer(cut.step, batches, state)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from prl.config.schema import Optim
-from prl.distributed.fsdp import local
 from prl.distributed.mesh import Mesh
+from prl.distributed.sharded import local
 
 
 def lr_at(optim: Optim, step: int, total: int) -> float:
@@ -52,7 +52,7 @@ def global_norm(grads: Sequence[Tensor], mesh: Mesh) -> float:
     """Euclidean norm over all parameters and ranks, accumulated in float64; not finite exactly where a gradient is not."""
     squares = [torch.linalg.vector_norm(local(g), dtype=torch.float64).square() for g in grads]
     total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=mesh.device)
-    return float(mesh.sum(total).sqrt())
+    return float(mesh.sum_copy(total).sqrt())
 
 
 def clip(grads: Sequence[Tensor], norm: float, limit: float) -> None:

@@ -22,7 +22,7 @@ from prl.monitor.status import Status
 from prl.samples import CE, Rollout, Sample, concatenate, pack
 from prl.trainer.nonfinite import Guard
 from prl.trainer.step import Stepper
-from prl.trainer.store import DONE, EXPECTED, FAILED, SAVED, open_state, save_state, write_model
+from prl.trainer.store import DONE, EXPECTED, FAILED, SAVED, open_state, save_state, shape_of, write_model
 from prl.transport.run_dir import RunDir
 
 log = logging.getLogger(__name__)
@@ -101,7 +101,8 @@ def fine_tune(
     status.set(phase="loading")
     launch = config.launch
     try:
-        with join(run, rank, config.trainer.ranks, start_s=launch.start_timeout_s, wait_s=launch.wait_timeout_s) as mesh:
+        shape = shape_of(config, plan.start)
+        with join(run, rank, shape, start_s=launch.start_timeout_s, wait_s=launch.wait_timeout_s) as mesh:
             return FineTuning(run, config, plan, mesh, metrics, status).run(examples, stop, solve_rate)
     except EXPECTED as e:
         log.error("%s: %s", role, e)
@@ -133,7 +134,7 @@ class FineTuning:
                 return SAVED
             step = state.step + 1
             chosen = [rollouts[i] for i in order(plan.seed, len(rollouts), plan.batch_size, step)]
-            batch = pack(chosen, step=step, budget=self.config.trainer.pack_tokens, ranks=mesh.world)[mesh.rank]
+            batch = pack(chosen, step=step, budget=self.config.trainer.pack_tokens, ranks=mesh.shape.data)[mesh.stream]
             self.status.set(phase="training", step=step)
             report = self.stepper(batch)
             if mesh.main:

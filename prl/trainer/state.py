@@ -13,14 +13,15 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from prl.config.schema import Optim, RunConfig
-from prl.distributed.fsdp import full, shard
 from prl.distributed.mesh import Mesh
+from prl.distributed.sharded import full
 from prl.kernels import lm_head
-from prl.kernels.weights import weights_changed
+from prl.kernels.weights import gather_as_fp8, weights_changed
 from prl.layers.moe import Experts, set_precision
 from prl.models.base import ForwardInput, ForwardOutput, Model
-from prl.models.hf import load_hf
-from prl.models.registry import build, init_weights
+from prl.models.hf import read_hf
+from prl.models.parallelize import parallelize, split_experts, whole
+from prl.models.registry import build, draw
 from prl.models.spec import read_spec
 from prl.trainer import optim
 from prl.trainer.checkpoint import CheckpointError
@@ -55,13 +56,15 @@ class TrainState:
     Counters: `step` optimizer steps done, `version` of the weights published for it, `lineage` of the run, `skipped` steps.
     """
 
-    def __init__(self, model: Model, config: RunConfig, optim_config: Optim, mesh: Mesh):
-        self.spec, self.mesh, self.optim = model.spec, mesh, optim_config
+    def __init__(self, config: RunConfig, optim_config: Optim, mesh: Mesh, start: Path | None = None, *, filled: bool = True):
+        """The weights of a Hugging Face folder, else those of `model.architecture` drawn from the seed; with `filled` false
+        none are set: a checkpoint follows. No rank ever holds more than its own part and one tensor."""
+        self.spec, self.mesh, self.optim = read_spec(start or config.model.architecture or {}), mesh, optim_config
         self.step = self.version = self.skipped = self.lineage = 0
         dtype = getattr(torch, config.model.dtype)
-        meta = build(model.spec, dtype=dtype, device="meta")
-        self.published = {name: t.dtype for name, t in meta.state_dict().items()}
+        self.published = {n: t.dtype for n, t in build(self.spec, dtype=dtype, device="meta").state_dict().items()}
         """Types of the weights that engines get."""
+        model = build(self.spec, dtype=master_dtype(config), device="meta")
         set_precision(model, config.trainer.precision)
         fp8 = {n: m for n, m in model.named_modules() if isinstance(m, Experts) and m.precision == "fp8"}
         masters = {f"{n}.{p}": master_dtype(config) for n, m in fp8.items() for p, _ in m.named_parameters()}
@@ -70,14 +73,18 @@ class TrainState:
         for name, p in model.named_parameters():
             p.requires_grad_(not any(f.fullmatch(name) for f in frozen))
         model.recompute = config.trainer.recompute
+        split_experts(model, mesh)
         self.policy = Policy(model, config.trainer.lm_head_chunk)
-        if mesh.data is not None:
-            wide = [
-                m
-                for n, m in model.named_modules()
-                if any(self.dtypes[f"{n}.{p}"] != dtype for p, _ in m.named_parameters(recurse=False))
-            ]
-            shard(self.policy, model.layers, wide, mesh.data, compute=dtype, master=master_dtype(config), fp8=fp8.values())
+        parallelize(self.policy, model, mesh, self.dtypes, master_dtype(config))
+        self.policy.to_empty(device=mesh.device)
+        if filled:
+            if start is not None:
+                read_hf(start, self.spec, self.weights())
+            else:
+                draw(self.spec, self.weights(), config.run.seed)
+        if mesh.dense is not None:
+            for module in fp8.values():
+                gather_as_fp8(module, mesh.shape.expert_fsdp)
         self.params = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self.biases = [t for n, t in model.state_dict().items() if n.endswith("e_score_correction_bias")]
         """The routers' correction biases, in MoE order."""
@@ -94,15 +101,19 @@ class TrainState:
         args = (x, rows_N, labels_N, temperature_N)
         casts = (
             {f"model.{n}": p.to(self.dtypes[n]) for n, p in self.model.named_parameters() if p.dtype != self.dtypes[n]}
-            if self.mesh.data is None
+            if self.mesh.dense is None
             else {}
         )
         return torch.func.functional_call(self.policy, casts, args) if casts else self.policy(*args)
 
+    def weights(self) -> dict[str, Tensor]:
+        """The model's own tensors, under FSDP as parts of whole ones: writing to them writes the model."""
+        return {n: whole(self.model, self.mesh, n, t.detach()) for n, t in self.model.state_dict().items()}
+
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Name and whole tensor of the weights as the forward sees them; a collective, so every rank goes through it."""
-        for name, t in self.model.state_dict().items():
-            yield name, full(t.detach()).to(self.published[name])
+        for name, t in self.weights().items():
+            yield name, full(t).to(self.published[name])
 
     def join_gathering(self) -> None:
         """What the other ranks do while rank 0 goes through `tensors`."""
@@ -153,9 +164,10 @@ class TrainState:
             torch.set_rng_state(state[mine])
 
     def _state(self) -> dict[str, Tensor]:
-        state = {f"model.{name}": t.detach() for name, t in self.model.state_dict().items()}
+        state = {f"model.{name}": t for name, t in self.weights().items()}
         for name, p in self.params.items():
-            state |= {f"optimizer.{name}.{key}": t for key, t in self.optimizer.state[p].items()}
+            for key, t in self.optimizer.state[p].items():
+                state[f"optimizer.{name}.{key}"] = whole(self.model, self.mesh, name, t) if t.dim() else t
         state["counters"] = torch.tensor([self.step, self.version, self.skipped])
         state[f"random.{self.mesh.rank}"] = torch.get_rng_state()
         return state
@@ -171,17 +183,3 @@ def _kind(t: object) -> str:
 
 def master_dtype(config: RunConfig) -> torch.dtype:
     return torch.promote_types(getattr(torch, config.model.dtype), torch.float32)
-
-
-def make_model(config: RunConfig, mesh: Mesh, path: Path | None, *, filled: bool = True) -> Model:
-    """The model of masters: from a Hugging Face folder, else `model.architecture` with weights drawn from the seed.
-
-    With `filled` false its values are not set: a checkpoint follows.
-    """
-    dtype = master_dtype(config)
-    if path is not None and filled:
-        return load_hf(path, dtype=dtype, device=mesh.device)
-    model = build(read_spec(path or config.model.architecture or {}), dtype=dtype, device=mesh.device)
-    if filled:
-        init_weights(model, config.run.seed)
-    return model

@@ -5,15 +5,17 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+from prl.config.mesh import MeshShape, resolve
 from prl.config.schema import Optim, RunConfig
 from prl.distributed.mesh import Mesh
 from prl.models.hf import save_hf
+from prl.models.spec import read_spec
 from prl.tokenizer import of_run
 from prl.trainer import checkpoint
 from prl.trainer.checkpoint import CheckpointError
 from prl.trainer.ledger import LedgerError
 from prl.trainer.nonfinite import NonFiniteError
-from prl.trainer.state import TrainState, make_model
+from prl.trainer.state import TrainState
 from prl.transport.batches import BatchError
 from prl.transport.run_dir import RunDir
 from prl.transport.weights import WeightStoreError
@@ -23,13 +25,23 @@ EXPECTED = (NonFiniteError, CheckpointError, LedgerError, BatchError, WeightStor
 """Failures whose message says all; anything else is a fault of ours and keeps its traceback."""
 
 
+def first_weights(run: RunDir, config: RunConfig) -> Path | None:
+    """The folder that RL starts from; None: weights drawn from the seed."""
+    return run / "sft" / "model" if config.sft is not None else config.model.path
+
+
+def shape_of(config: RunConfig, start: Path | None) -> MeshShape:
+    """How the trainer's ranks are laid out for the model at `start`; MeshError where they cannot be."""
+    return resolve(config.trainer, read_spec(start or config.model.architecture or {}).n_experts)
+
+
 def open_state(folder: RunDir, config: RunConfig, optim: Optim, mesh: Mesh, start: Path | None) -> TrainState:
     """The state of the newest complete checkpoint below `folder`, else of the model at `start` (None: first weights).
 
     A collective. CheckpointError where the newest one is damaged or of another model: nothing older is taken in silence.
     """
     saved = checkpoint.latest_complete(folder)
-    state = TrainState(make_model(config, mesh, start, filled=saved is None), config, optim, mesh)
+    state = TrainState(config, optim, mesh, start, filled=saved is None)
     if saved is not None:
         if mesh.main:
             checkpoint.verify(saved)

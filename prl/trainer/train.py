@@ -19,7 +19,7 @@ from prl.trainer.ledger import Ledger
 from prl.trainer.nonfinite import Guard
 from prl.trainer.state import TrainState
 from prl.trainer.step import Stepper, StepReport
-from prl.trainer.store import DONE, EXPECTED, FAILED, SAVED, open_state, save_state, write_model
+from prl.trainer.store import DONE, EXPECTED, FAILED, SAVED, first_weights, open_state, save_state, shape_of, write_model
 from prl.transport.batches import BatchClient, BatchError, Finish
 from prl.transport.run_dir import RunDir
 from prl.transport.versions import VersionError, VersionLog
@@ -33,10 +33,10 @@ def main(run: RunDir, config: RunConfig, index: int, stop: threading.Event) -> i
     role = "trainer" if index == 0 else f"trainer-{index}"
     metrics = run.metrics(role)
     status = run.status(role, metrics)
-    launch = config.launch
+    launch, shape = config.launch, shape_of(config, first_weights(run, config))
     try:
         with (
-            join(run, index, config.trainer.ranks, start_s=launch.start_timeout_s, wait_s=launch.wait_timeout_s) as mesh,
+            join(run, index, shape, start_s=launch.start_timeout_s, wait_s=launch.wait_timeout_s) as mesh,
             Trainer(run, config, mesh, stop, metrics, status) as trainer,
         ):
             return trainer.run()
@@ -94,8 +94,7 @@ class Trainer:
     def _open(self) -> TrainState:
         """The state to go on from: the newest complete checkpoint, else the run's first weights. A resume is put on record."""
         run, config = self.run_dir, self.config
-        start = run / "sft" / "model" if config.sft is not None else config.model.path
-        state = open_state(run, config, config.trainer.optim, self.mesh, start)
+        state = open_state(run, config, config.trainer.optim, self.mesh, first_weights(run, config))
         if state.step and not self._known(state):
             raise CheckpointError(
                 f"{self.versions.path}: does not say that version {state.version} is of step {state.step}, as the newest "

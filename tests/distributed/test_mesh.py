@@ -12,8 +12,10 @@ import pytest
 import torch
 from torch import nn
 
-from prl.distributed.fsdp import full, local, shard
+from prl.config.mesh import MeshShape
+from prl.distributed.fsdp import shard
 from prl.distributed.mesh import STORE, join
+from prl.distributed.sharded import full, local
 from prl.transport.run_dir import RunDir
 
 WORLD = 3
@@ -45,7 +47,7 @@ class Scale(nn.Module):
 def rank(root: Path, index: int) -> None:
     """What each process does; its findings go to <root>/<index>.json."""
     run = RunDir(root)
-    with join(run, index, WORLD, start_s=30, wait_s=30) as mesh:
+    with join(run, index, MeshShape(shard=WORLD), start_s=30, wait_s=30) as mesh:
         found: dict[str, object] = {
             "sum": mesh.sum(torch.tensor([1.0 * index, 1.0])).tolist(),
             "max": mesh.max(torch.tensor([index])).tolist(),
@@ -53,18 +55,21 @@ def rank(root: Path, index: int) -> None:
             "gather": mesh.gather(torch.full((index,), float(index))).tolist(),
             "empty": mesh.gather(torch.zeros(0)).tolist(),
         }
-        assert mesh.data is not None
+        assert mesh.dense is not None
         for compute in (torch.float32, torch.bfloat16):
             root_module = nn.Sequential(Block(), Block())
             wide = [b.gate for b in root_module] if compute == torch.bfloat16 else []  # type: ignore[union-attr]
-            shard(root_module, list(root_module), wide, mesh.data, compute=compute, master=torch.float32)
+            for gate in wide:
+                shard(gate, mesh.dense, compute=torch.float32, master=torch.float32)  # type: ignore[arg-type]
+            for module in (*root_module, root_module):
+                shard(module, mesh.dense, compute=compute, master=torch.float32)
             x = torch.arange(5.0).add(index).view(1, 5)
             root_module(x).sum().backward()
             grad = root_module[0].weight.grad  # type: ignore[union-attr]
             found[f"grad {compute}"] = full(grad).tolist()  # type: ignore[arg-type]
             found[f"dtype {compute}"] = [str(grad.dtype), str(local(grad).dtype), str(root_module[0].seen[0])]  # type: ignore[union-attr, index, arg-type]
         scale = Scale()
-        shard(scale, [], [], mesh.data, compute=torch.bfloat16, master=torch.float32)
+        shard(scale, mesh.dense, compute=torch.bfloat16, master=torch.float32)
         scale(torch.tensor([256.0, 1.0, 0.0][index], dtype=torch.bfloat16)).backward()
         found["257"] = full(scale.weight.grad).tolist()  # type: ignore[arg-type]
     (root / f"{index}.json").write_text(json.dumps(found))
@@ -113,14 +118,14 @@ def test_the_store_listens_on_the_jobs_interface_alone(tmp_path: Path) -> None:
 def test_an_absent_rank_0_is_named(tmp_path: Path) -> None:
     run = RunDir(tmp_path).create()
     with pytest.raises(TimeoutError, match="trainer-store did not announce itself"):
-        join(run, 1, 2, start_s=0.1, wait_s=1)
+        join(run, 1, MeshShape(shard=2), start_s=0.1, wait_s=1)
     run.announce(STORE, host="127.0.0.1", port=1)
     with pytest.raises(TimeoutError, match=r"announced 127.0.0.1:1, which did not answer within 0.1 s"):
-        join(run, 1, 2, start_s=0.1, wait_s=1)
+        join(run, 1, MeshShape(shard=2), start_s=0.1, wait_s=1)
 
 
 def test_one_rank_needs_nobody(tmp_path: Path) -> None:
-    with join(RunDir(tmp_path), 0, 1, start_s=0, wait_s=0) as mesh:
+    with join(RunDir(tmp_path), 0, MeshShape(), start_s=0, wait_s=0) as mesh:
         x = torch.tensor([1.0, 2.0])
         assert mesh.sum(x) is x and mesh.gather(x) is x and mesh.any(True) and not mesh.any(False)
         assert not torch.distributed.is_initialized() and list(tmp_path.iterdir()) == []

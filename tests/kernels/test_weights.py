@@ -11,11 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from prl.distributed.fsdp import full, shard
+from prl.distributed.fsdp import shard
+from prl.distributed.sharded import full
 from prl.kernels import weights
 from prl.kernels.experts import experts
 from prl.kernels.quantise import quantise_blocks
-from prl.kernels.weights import StaleWeightError, quantised, weights_changed
+from prl.kernels.weights import StaleWeightError, gather_as_fp8, quantised, weights_changed
 from prl.layers.moe import Experts
 
 WORLD = 2
@@ -130,7 +131,9 @@ def rank(folder: Path, index: int) -> None:
         nn.init.normal_(a, std=0.1)
         b.data.copy_(a)
     root = nn.Sequential(sharded)
-    shard(root, [], [sharded], mesh, compute=torch.bfloat16, master=torch.float32, fp8=[sharded])
+    shard(sharded, mesh, compute=torch.float32, master=torch.float32)
+    shard(root, mesh, compute=torch.bfloat16, master=torch.float32)
+    gather_as_fp8(sharded, WORLD)
     gathered = []
     post = weights.ShardedWeight.fsdp_post_all_gather
 

@@ -11,7 +11,7 @@ import torch
 from prl.config.schema import RunConfig
 from prl.distributed.mesh import Mesh
 from prl.samples import CE, RL, Rollout, Sample
-from prl.trainer.state import TrainState, make_model
+from prl.trainer.state import TrainState
 from prl.trainer.step import Stepper
 from prl.transport.run_dir import RunDir
 
@@ -63,7 +63,7 @@ def config(dtype: str = "float64", **trainer: Any) -> RunConfig:
 
 
 def state_of(c: RunConfig, mesh: Mesh = ALONE) -> TrainState:
-    return TrainState(make_model(c, mesh, None), c, c.trainer.optim, mesh)
+    return TrainState(c, c.trainer.optim, mesh)
 
 
 def stepper_of(c: RunConfig, mesh: Mesh = ALONE) -> Stepper:

@@ -1,0 +1,52 @@
+"""Tensors of which each rank holds a part: this rank's part, the whole, and writing a whole one's values into the parts."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+
+def local(x: Tensor) -> Tensor:
+    """This rank's shard of a sharded tensor, else the tensor itself."""
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def full(x: Tensor) -> Tensor:
+    """The whole of a sharded tensor: a collective that every rank must join."""
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def across_experts(x: Tensor, mesh: DeviceMesh) -> DTensor:
+    """This rank's experts [E / ep, …], themselves sharded by FSDP, as a part of all of them [E, …].
+
+    `mesh` has the dimensions (expert, those that FSDP uses): consecutive experts are on consecutive places of the first.
+    """
+    assert isinstance(x, DTensor)
+    shape = torch.Size([x.shape[0] * mesh.size(0), *x.shape[1:]])
+    stride = torch.empty(shape, device="meta").stride()
+    placements = [Shard(0), *x.placements]
+    return DTensor.from_local(x.to_local(), mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+@torch.no_grad()
+def copy_into(target: Tensor, index: tuple[int | slice, ...], source: Tensor) -> None:
+    """`target[index] = source`; of a sharded target each rank writes what it holds, without a collective."""
+    if not isinstance(target, DTensor):
+        target[index].copy_(source)
+        return
+    shape, offset = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
+    whole = (*index, *(slice(None) for _ in range(target.dim() - len(index))))
+    here: list[int | slice] = []
+    there: list[slice] = []
+    for i, size, n, first in zip(whole, target.shape, shape, offset, strict=True):
+        start, stop = (i, i + 1) if isinstance(i, int) else i.indices(size)[:2]
+        low, high = max(start, first), min(stop, first + n)
+        if low >= high:
+            return
+        here.append(low - first if isinstance(i, int) else slice(low - first, high - first))
+        if not isinstance(i, int):
+            there.append(slice(low - start, high - start))
+    target.to_local()[tuple(here)].copy_(source[tuple(there)])

@@ -1,0 +1,59 @@
+"""Who is sharded how: experts over the expert ranks, then everything by FSDP2, block by block.
+
+A model does not know of it: its experts become this rank's own, its MoE layers get a dispatcher, and its parameters are
+gathered when they are needed. Every architecture is made of the same blocks, so one rule serves all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from prl.distributed.expert import AllToAll
+from prl.distributed.fsdp import shard
+from prl.distributed.mesh import Mesh
+from prl.distributed.sharded import across_experts
+from prl.layers.moe import Experts, MoE
+from prl.models.base import Model
+
+
+def split_experts(model: Model, mesh: Mesh) -> None:
+    """Leave of each MoE layer's experts this rank's, and send tokens to the others'. Before values are set."""
+    if mesh.shape.expert == 1:
+        return
+    assert mesh.experts is not None
+    group = mesh.experts.get_group("expert")
+    for moe in (m for m in model.modules() if isinstance(m, MoE)):
+        n_experts = len(moe.experts.down_proj)
+        for name, p in list(moe.experts.named_parameters()):
+            mine = p.new_empty(n_experts // mesh.shape.expert, *p.shape[1:])
+            setattr(moe.experts, name, nn.Parameter(mine, requires_grad=p.requires_grad))
+        moe.dispatcher = AllToAll(group, n_experts)
+
+
+def parallelize(policy: nn.Module, model: Model, mesh: Mesh, types: Mapping[str, torch.dtype], master: torch.dtype) -> None:
+    """Shard `policy`, which holds `model`. `types`: what the forward wants each of the model's parameters in.
+
+    Units are each layer's experts, modules whose parameters are of another type than most, the blocks, and the rest.
+    """
+    if mesh.dense is None:
+        return
+    compute = types["model.embed_tokens.weight"]
+    for name, module in model.named_modules():
+        own = {types[f"{name}.{p}"] for p, _ in module.named_parameters(recurse=False)}
+        if isinstance(module, Experts):
+            shard(module, mesh.expert_fsdp, compute=own.pop(), master=master)
+        elif own and own != {compute}:
+            shard(module, mesh.dense, compute=own.pop(), master=master)
+    for block in model.layers:
+        shard(block, mesh.dense, compute=compute, master=master)
+    shard(policy, mesh.dense, compute=compute, master=master)
+
+
+def whole(model: Model, mesh: Mesh, name: str, x: Tensor) -> Tensor:
+    """A parameter of the model, or a tensor of its shape such as its gradient, as a part of the whole model's."""
+    if mesh.experts is None or not isinstance(model.get_submodule(name.rpartition(".")[0]), Experts):
+        return x
+    return across_experts(x, mesh.experts)
