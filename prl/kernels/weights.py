@@ -2,9 +2,10 @@
 
 Legend: E experts, N output width, K input width, M = N / 128, B = K / 128.
 A copy is found again while nothing has changed: the count of changes that this process was told of (every optimizer step tells
-by itself; what loads or imports weights calls `weights_changed`), the tensor and its storage, and torch's own version counter,
-which alone would not do: neither FSDP2 nor writes through `.data` or NumPy move it. With PRL_CHECK_WEIGHTS=1 a copy also has
-the hash of what it was made of, and a weight that changed behind everybody's back is a StaleWeightError.
+by itself; what loads or imports weights calls `weights_changed`), the tensor, its storage and layout there, and torch's own
+version counters, under FSDP2 those of the parameter and of its shard. They alone would not do: the optimizer under FSDP2 and
+writes through `.data` or NumPy move none. With PRL_CHECK_WEIGHTS=1 a weight is quantised again at every use and compared, and
+one that changed behind everybody's back is a StaleWeightError.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
 from prl.kernels.numerics import BLOCK, FP8
 from prl.kernels.quantise import quantise_blocks, transpose_codes
@@ -53,30 +56,42 @@ class Quantised:
 
 @dataclass(frozen=True)
 class _Copy:
-    of: tuple[int, ...]
-    hash: Tensor | None
+    of: tuple[Any, ...]
     quantised: Quantised
 
 
-def quantised(weight_ENK: Tensor) -> Quantised:
-    """The FP8 copy of a weight: the gathered one under FSDP, else made on first use after each change."""
+_copies = WeakIdKeyDictionary()  # not attributes of the weights, which would be saved with them
+
+
+def quantised(weight_ENK: Tensor, parameter: Tensor | None = None) -> Quantised:
+    """The FP8 copy of a weight: the gathered one under FSDP, else made on first use after each change.
+
+    `parameter` is what the weight is a shard of: writing to it moves its own version counter alone.
+    """
     if isinstance(weight_ENK, GatheredWeight):
         return weight_ENK.quantised
     with torch.no_grad():
-        of = (_changes, weight_ENK._version, weight_ENK.data_ptr())
-        checking = os.environ.get("PRL_CHECK_WEIGHTS") == "1"
-        found: _Copy | None = getattr(weight_ENK, "_fp8_copy", None)
+        plain = weight_ENK.detach().as_subclass(Tensor)
+        if weight_ENK.is_inference():  # it has no version counter
+            return Quantised(*quantise_blocks(plain))
+        versions = (_changes, weight_ENK._version, -1 if parameter is None else parameter._version)
+        # An address may be another storage's by now, but not while a weak reference is held.
+        storage = StorageWeakRef(plain.untyped_storage())
+        of = (*versions, storage, plain.data_ptr(), plain.dtype, plain.shape, plain.stride())
+        found: _Copy | None = _copies.get(weight_ENK)
         if found is None or found.of != of:
-            plain = weight_ENK.detach().as_subclass(Tensor)
-            digest = torch.hash_tensor(plain) if checking else None
-            found = _Copy(of, digest, Quantised(*quantise_blocks(plain)))
-            weight_ENK._fp8_copy = found  # type: ignore[attr-defined]
-        elif checking and found.hash is not None and found.hash != torch.hash_tensor(weight_ENK.detach().as_subclass(Tensor)):
+            found = _copies[weight_ENK] = _Copy(of, Quantised(*quantise_blocks(plain)))
+        elif os.environ.get("PRL_CHECK_WEIGHTS") == "1" and not _equal(found.quantised.plain, quantise_blocks(plain)):
             raise StaleWeightError(
-                f"FP8 copy of a weight {list(weight_ENK.shape)}: the weight has changed since it was quantised, and neither an "
+                f"FP8 copy of a weight {list(plain.shape)}: the weight has changed since it was quantised, and neither an "
                 "optimizer nor a load said so; call prl.kernels.weights.weights_changed() after writing to weights"
             )
         return found.quantised
+
+
+def _equal(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> bool:
+    """Bit for bit: NaN is the same as NaN."""
+    return all(torch.equal(x.view(t), y.view(t)) for x, y, t in zip(a, b, (torch.uint8, torch.int32), strict=True))
 
 
 class ShardedWeight(Tensor):
@@ -87,7 +102,8 @@ class ShardedWeight(Tensor):
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], None]:
-        codes_ENK, scales_EMB = quantised(self).plain
+        (parameter,) = (p for p in module.parameters(recurse=False) if getattr(p, "_local_tensor", None) is self)
+        codes_ENK, scales_EMB = quantised(self, parameter).plain
         return (codes_ENK.view(torch.uint8), scales_EMB), None  # gloo knows no float8
 
     def fsdp_post_all_gather(

@@ -14,6 +14,7 @@ from torch import nn
 from prl.distributed.fsdp import shard
 from prl.distributed.sharded import full
 from prl.kernels import weights
+from prl.kernels.checks import ArgumentError
 from prl.kernels.experts import experts
 from prl.kernels.quantise import quantise_blocks
 from prl.kernels.weights import StaleWeightError, gather_as_fp8, quantised, weights_changed
@@ -54,6 +55,28 @@ def numpy(w):
     w.detach().numpy()[:] = 3
 
 
+def negated(w):
+    w.data.neg_()  # of an even number of signs nothing is left in an exclusive or
+
+
+def experts_swapped(w):
+    w.data.copy_(w.data.flip(0).clone())
+
+
+def same_address(w):
+    """New storage where the old one was, as an allocator gives it."""
+    memory = w.detach().numpy().copy()
+    w.data = torch.from_numpy(memory)
+    quantised(w)
+    memory *= 2
+    w.data = torch.from_numpy(memory)
+
+
+def in_inference_mode(w):
+    with torch.inference_mode():
+        w.mul_(2)
+
+
 def told(change):
     def both(w):
         change(w)
@@ -62,7 +85,8 @@ def told(change):
     return both
 
 
-SEEN = [adam, sgd_foreach, in_place, load, data_replaced, told(data), told(numpy)]
+SEEN = [adam, sgd_foreach, in_place, load, data_replaced, same_address, in_inference_mode, told(data), told(numpy)]
+UNSEEN = [data, numpy, negated, experts_swapped]
 
 
 @pytest.mark.parametrize("change", SEEN)
@@ -74,17 +98,40 @@ def test_after_a_change_the_copy_is_new(change):
     assert all(torch.equal(a.float(), b.float()) for a, b in zip(quantised(w).plain, quantise_blocks(w.detach()), strict=True))
 
 
-@pytest.mark.parametrize("change", [*SEEN, data, numpy])
+@pytest.mark.parametrize("change", [*SEEN, *UNSEEN])
 def test_checking_finds_what_nobody_said(change, monkeypatch):
     monkeypatch.setenv("PRL_CHECK_WEIGHTS", "1")
     w = nn.Parameter(torch.randn(2, 128, 128))
     quantised(w)
     change(w)
-    if change in (data, numpy):
+    if change in UNSEEN:
         with pytest.raises(StaleWeightError, match=r"\[2, 128, 128\].*call prl.kernels.weights.weights_changed"):
             quantised(w)
     else:
         assert torch.equal(quantised(w).plain[1], quantise_blocks(w.detach())[1])
+
+
+def test_a_weight_that_was_turned_where_it_lies_is_not_found_as_it_was():
+    w = nn.Parameter(torch.randn(2, 128, 128))
+    quantised(w)
+    w.data = w.data.transpose(1, 2)
+    with pytest.raises(ArgumentError, match="quantise_blocks: w_ENK must be contiguous"):
+        quantised(w)
+
+
+def test_weights_made_in_inference_mode_are_quantised_as_they_are():
+    with torch.inference_mode():
+        w = torch.randn(2, 128, 128)
+        quantised(w)
+        w.mul_(3)
+        assert torch.equal(quantised(w).plain[1], quantise_blocks(w)[1])
+
+
+def test_copies_are_not_saved_with_their_weight(tmp_path):
+    w = nn.Parameter(torch.randn(2, 128, 128))
+    quantised(w)
+    torch.save({"w": w}, tmp_path / "w.pt")
+    assert torch.equal(torch.load(tmp_path / "w.pt")["w"], w) and not vars(w)
 
 
 def test_the_transposed_copy_is_that_of_the_transposed_weight():
@@ -163,6 +210,28 @@ def rank(folder: Path, index: int) -> None:
             with torch.no_grad():
                 a.copy_(full(b.detach()))
     assert set(gathered) == {torch.uint8, torch.float32}
+
+    def scaled():
+        with torch.no_grad():
+            for p in sharded.parameters():
+                p.mul_(1.5)
+
+    def scaled_shards():
+        with torch.no_grad():
+            for p in sharded.parameters():
+                p.to_local().mul_(1.5)
+
+    def loaded():
+        sharded.load_state_dict({name: -p for name, p in sharded.state_dict().items()})
+
+    x = torch.randn(WORLD * 40, 128).bfloat16()
+    for change in (scaled, scaled_shards, loaded):
+        root(x[:40])
+        change()
+        with torch.no_grad():
+            for a, b in zip(whole.parameters(), sharded.parameters(), strict=True):
+                a.copy_(full(b.detach()))
+        assert torch.equal(root(x[:40]), whole(x)[:40]), change.__name__
     dist.destroy_process_group()
 
 
