@@ -186,6 +186,10 @@ def command(
     config = given.pop(0) if given and resume is None else None
     try:
         run, resolved = open_run(config, given, resume)
+        if not resolved.envs:
+            raise ConfigError(
+                str(config or resume), [Problem("envs", "empty: RL needs an environment (python -m prl.sft does not)")]
+            )
         changed = resume is not None and bool(given) and resolved != load(run.config_path)
         if dry_run:
             print(dump(resolved), end="")

@@ -13,6 +13,7 @@ from prl.config.named import SetupError
 from prl.config.schema import RunConfig
 
 PAD, EOS = "<pad>", "<eos>"
+CHAT_TEMPLATE = "chat_template.jinja"
 
 
 class TokenizerError(SetupError):
@@ -25,9 +26,17 @@ class Tokenizer:
     `decode` shows every id, special ones too, so that no two token sequences look alike where one is wrong.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, *, eos: str, pad: str):
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        eos: str,
+        pad: str,
+        bos: str | None = None,
+        chat_template: str | None = None,
+    ):
         self.backend = backend
-        self.eos, self.pad = eos, pad
+        self.eos, self.pad, self.bos, self.chat_template = eos, pad, bos, chat_template
         self.eos_id, self.pad_id = (self._id(name) for name in (eos, pad))
         unknown = getattr(backend.model, "unk_token", None)
         self._unknown_id = backend.token_to_id(unknown) if unknown else None
@@ -71,7 +80,7 @@ class Tokenizer:
         return int(ids[0])
 
     def save(self, path: Path) -> None:
-        """Write tokenizer.json and tokenizer_config.json to a folder, which transformers' AutoTokenizer reads too.
+        """Write tokenizer.json, tokenizer_config.json and the chat template to a folder that transformers reads too.
 
         `path` is the folder or the tokenizer.json in it.
         """
@@ -79,6 +88,10 @@ class Tokenizer:
         folder.mkdir(parents=True, exist_ok=True)
         self.backend.save(str(folder / "tokenizer.json"))
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self.eos, "pad_token": self.pad}
+        if self.bos is not None:
+            config["bos_token"] = self.bos
+        if self.chat_template is not None:
+            (folder / CHAT_TEMPLATE).write_text(self.chat_template, "utf-8")
         (folder / "tokenizer_config.json").write_text(json.dumps(config | {"clean_up_tokenization_spaces": False}, indent=2))
 
 
@@ -114,7 +127,22 @@ def load(path: Path) -> Tokenizer:
     if eos is None:
         raise TokenizerError(f"tokenizer: no end-of-text token for {file}; name eos_token in tokenizer_config.json beside it")
     pad = _content(settings.get("pad_token")) or (PAD if backend.token_to_id(PAD) is not None else eos)
-    return Tokenizer(backend, eos=eos, pad=pad)
+    return Tokenizer(
+        backend, eos=eos, pad=pad, bos=_content(settings.get("bos_token")), chat_template=_chat_template(file, settings)
+    )
+
+
+def _chat_template(file: Path, settings: dict[str, Any]) -> str | None:
+    """chat_template.jinja beside the tokenizer, else what tokenizer_config.json has; of several named ones the default."""
+    beside = file.with_name(CHAT_TEMPLATE)
+    if beside.is_file():
+        return beside.read_text("utf-8")
+    given = settings.get("chat_template")
+    if isinstance(given, list):
+        given = {t.get("name"): t.get("template") for t in given if isinstance(t, dict)}.get("default")
+    if given is not None and not isinstance(given, str):
+        raise TokenizerError(f"tokenizer: chat_template of {file.with_name('tokenizer_config.json')} is no text")
+    return given
 
 
 def _read_json(file: Path) -> dict[str, Any]:

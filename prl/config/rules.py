@@ -83,9 +83,9 @@ def _tokenizer_source(c: RunConfig) -> Found:
         yield "tokenizer.vocab_size", f"expected at most model.architecture.vocab_size = {size:g}, got {t.vocab_size}"
 
 
-@_reads("envs")
+@_reads("envs", "sft")
 def _envs(c: RunConfig) -> Found:
-    if not c.envs:
+    if not c.envs and not (c.sft is not None and c.sft.data):
         yield "envs", "expected at least one environment, each with name and kind"
     names = [e.name for e in c.envs]
     for i, name in enumerate(names):
@@ -190,6 +190,17 @@ def _precision(c: RunConfig) -> Found:
             width = _number(c, key)
             if precision == "fp8" and width is not None and width % 128:
                 yield f"{section}.precision", f"fp8 needs a multiple of 128 for {key}, which is {width:g}"
+
+
+@_reads("sft", "envs", "trainer.pack_tokens")
+def _sft(c: RunConfig) -> Found:
+    if c.sft is None:
+        return
+    if c.sft.stop_at is not None and not c.envs:
+        yield "sft.stop_at", "is a solve rate on the environments' tasks, and envs is empty"
+    if c.sft.max_length is not None and c.sft.max_length > c.trainer.pack_tokens:
+        packed, got = c.trainer.pack_tokens, c.sft.max_length
+        yield "sft.max_length", f"expected at most trainer.pack_tokens = {packed}, so that one sample fits, got {got}"
 
 
 @_reads("control", "sft")

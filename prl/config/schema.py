@@ -200,11 +200,31 @@ class Evaluation(Section):
     """Deadline; an evaluation cut by it is marked incomplete and not reported."""
 
 
+class ChatSource(Section):
+    path: Path
+    """JSONL, a conversation a line: {"messages": [{"role": …, "content": …}, …]}."""
+    weight: PositiveFloat = 1.0
+
+
 class Sft(Section):
     steps: PositiveInt = 200
     batch_size: PositiveInt = 128
+    """Examples, or conversations, per optimizer step."""
     examples: PositiveInt = 4096
-    """Worked answers; they are repeated in a new order each epoch."""
+    """Worked answers of the environments; they are repeated in a new order each epoch."""
+    data: list[ChatSource] = []
+    """Conversations to train on instead of worked answers, mixed by weight."""
+    roles: list[str] = ["assistant"]
+    """Whose messages are trained; the others are context."""
+    max_length: PositiveInt | None = None
+    """Tokens of one sample of a conversation; default: trainer.pack_tokens."""
+    too_long: Literal["drop", "cut"] = "drop"
+    """What happens to longer ones; counted either way."""
+    validation: list[ChatSource] = []
+    """Conversations never trained on, whose loss is measured every `validate_every` steps and at the end."""
+    validate_every: PositiveInt = 100
+    validation_examples: PositiveInt = 512
+    """Conversations measured at most, in the files' order."""
     optim: Optim = Optim(lr=3e-4)
     stop_at: Fraction | None = None
     """Stop early when the greedy solve rate on `dev_tasks` reaches this."""

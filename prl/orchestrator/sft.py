@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from prl.config.schema import RunConfig, Sft
+from prl.config.schema import ChatSource, RunConfig, Sft
 from prl.envs.base import Env
 from prl.envs.registry import make
 from prl.envs.runner import run_rollout
@@ -25,7 +25,7 @@ from prl.orchestrator.evaluation import SOLVED
 from prl.orchestrator.scheduler import JUDGED
 from prl.samples import Sample
 from prl.tokenizer import Tokenizer, of_run
-from prl.trainer.sft import Measure, Plan, Solved, example, fine_tune
+from prl.trainer.sft import Examples, Held, Measure, Plan, Solved, example, fine_tune
 from prl.transport.run_dir import RunDir
 
 log = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class Local:
 
 def main(run: RunDir, config: RunConfig, index: int, stop: threading.Event) -> int:
     """The warm start: writes <run>/sft/model."""
-    sft, envs, tokenizer = _sft(config), _envs(config), of_run(config)
+    sft, tokenizer = _sft(config), of_run(config)
     plan = Plan(
         role="sft",
         start=config.model.path,
@@ -77,10 +77,13 @@ def main(run: RunDir, config: RunConfig, index: int, stop: threading.Event) -> i
         steps=sft.steps,
         measure_every=sft.dev_every if sft.stop_at is not None else 0,
         stop_at=sft.stop_at if sft.stop_at is not None else 1.0,
+        weights=[source.weight for source in sft.data],
+        validation=conversations(config, sft.validation, tokenizer),
+        validate_every=sft.validate_every,
+        validation_examples=sft.validation_examples,
     )
-    examples = worked_examples(config, sft.examples, envs, tokenizer)
-    solve_rate = greedy_solve_rate(config, sft.dev_tasks, envs, tokenizer) if plan.measure_every else None
-    return fine_tune(run, config, plan, index, examples, stop, solve_rate=solve_rate)
+    solve_rate = greedy_solve_rate(config, sft.dev_tasks, _envs(config), tokenizer) if plan.measure_every else None
+    return fine_tune(run, config, plan, index, sources_of(config, tokenizer), stop, solve_rate=solve_rate)
 
 
 def control(run: RunDir, config: RunConfig, index: int, stop: threading.Event) -> int:
@@ -93,8 +96,27 @@ def control(run: RunDir, config: RunConfig, index: int, stop: threading.Event) -
         batch_size=sft.batch_size,
         seed=config.run.seed + 1,
         seconds=fraction * run.stages()["rl"]["wall_s"],
+        weights=[source.weight for source in sft.data],
     )
-    return fine_tune(run, config, plan, index, worked_examples(config, sft.examples, _envs(config), of_run(config)), stop)
+    return fine_tune(run, config, plan, index, sources_of(config, of_run(config)), stop)
+
+
+def sources_of(config: RunConfig, tokenizer: Tokenizer) -> Sequence[Examples]:
+    """What is trained on: the conversations of `sft.data`, else worked answers of the environments."""
+    sft = _sft(config)
+    if sft.data:
+        return conversations(config, sft.data, tokenizer)
+    return [Held(worked_examples(config, sft.examples, _envs(config), tokenizer))]
+
+
+def conversations(config: RunConfig, sources: Sequence[ChatSource], tokenizer: Tokenizer) -> Sequence[Examples]:
+    if not sources:
+        return []
+    from prl.trainer.chat import Conversations  # brings transformers along
+
+    sft = _sft(config)
+    longest = sft.max_length or config.trainer.pack_tokens
+    return [Conversations(s.path, tokenizer, roles=sft.roles, max_length=longest, too_long=sft.too_long) for s in sources]
 
 
 def worked_examples(config: RunConfig, n: int, envs: Sequence[Env], tokenizer: Tokenizer) -> list[Sample]:

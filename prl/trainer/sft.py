@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import shutil
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -19,7 +21,7 @@ from prl.kernels import registry
 from prl.models.base import Model
 from prl.monitor.metrics import Metrics
 from prl.monitor.status import Status
-from prl.samples import CE, Rollout, Sample, concatenate, pack
+from prl.samples import CE, Batch, Rollout, Sample, concatenate, pack
 from prl.trainer.nonfinite import Guard
 from prl.trainer.step import Stepper
 from prl.trainer.store import DONE, EXPECTED, FAILED, SAVED, open_state, save_state, shape_of, write_model
@@ -59,6 +61,11 @@ class Plan:
     """Steps between measurements of the solve rate, 0 for none."""
     stop_at: float = 1.0
     """End early when it is reached."""
+    weights: Sequence[float] = ()
+    """Of the sources, where there are several."""
+    validation: Sequence[Examples] = ()
+    validate_every: int = 1
+    validation_examples: int = 0
 
 
 def example(*pieces: np.ndarray) -> Sample:
@@ -72,11 +79,76 @@ def example(*pieces: np.ndarray) -> Sample:
     return sample.check()
 
 
-def order(seed: int, n: int, batch_size: int, step: int) -> np.ndarray:
-    """The examples of batch `step` (from 1): each once an epoch, in a new order each epoch. A function of its arguments."""
-    places = np.arange((step - 1) * batch_size, step * batch_size)
-    epochs = {int(e): np.random.default_rng([seed, int(e)]).permutation(n) for e in np.unique(places // n)}
-    return np.array([epochs[int(p // n)][p % n] for p in places])
+class Examples(Protocol):
+    """What can be trained on: each item is the samples of one example, none where it was left out."""
+
+    counts: Counter[str]
+    """Why samples given so far were dropped or cut."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, i: int, /) -> Sequence[Sample]: ...
+
+
+class Held:
+    """Examples in memory, a sample each."""
+
+    def __init__(self, samples: Sequence[Sample]):
+        self.samples, self.counts = samples, Counter[str]()
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, i: int, /) -> Sequence[Sample]:
+        return [self.samples[i]]
+
+
+class Mixture:
+    """Which example comes when: sources by weight, each source's examples once an epoch, in a new order each epoch.
+
+    A function of the seed and the step alone, so a resume needs no data state and can neither lose nor repeat an example.
+    """
+
+    BLOCK = 4096
+    """Places whose sources are drawn at once."""
+
+    def __init__(self, seed: int, sizes: Sequence[int], weights: Sequence[float]):
+        self.seed, self.sizes = seed, sizes
+        self.shares = np.asarray(weights, np.float64) / sum(weights)
+        self.before = [np.zeros(len(sizes), np.int64)]
+        """Per block, how often each source came before it."""
+        self._orders: dict[int, tuple[int, np.ndarray]] = {}
+
+    def batch(self, step: int, size: int) -> list[tuple[int, int]]:
+        """(source, example) at each place of batch `step`, from 1."""
+        return [self._at(place) for place in range((step - 1) * size, step * size)]
+
+    def _at(self, place: int) -> tuple[int, int]:
+        block, here = divmod(place, self.BLOCK)
+        while len(self.before) <= block:
+            self.before.append(self.before[-1] + np.bincount(self._sources(len(self.before) - 1), minlength=len(self.sizes)))
+        sources = self._sources(block)
+        source = int(sources[here])
+        epoch, position = divmod(int(self.before[block][source] + (sources[:here] == source).sum()), self.sizes[source])
+        if self._orders.get(source, (-1, None))[0] != epoch:
+            order = np.random.default_rng([self.seed, epoch, source]).permutation(self.sizes[source])
+            self._orders[source] = epoch, order
+        return source, int(self._orders[source][1][position])
+
+    @functools.lru_cache(maxsize=2)  # noqa: B019 (a mixture lives as long as its training)
+    def _sources(self, block: int) -> np.ndarray:
+        if len(self.sizes) == 1:
+            return np.zeros(self.BLOCK, np.int64)
+        return np.random.default_rng([self.seed, block, 0x5F7]).choice(len(self.sizes), self.BLOCK, p=self.shares)
+
+
+def rollouts_of(sources: Sequence[Examples], chosen: Sequence[tuple[int, int]]) -> list[Rollout]:
+    """The chosen (source, example) as rollouts; the rollout's id is its place, so that one drawn twice counts twice."""
+    return [
+        Rollout(f"{n}", str(source), str(i), i, 0, samples=list(samples))
+        for n, (source, i) in enumerate(chosen)
+        if (samples := sources[source][i])
+    ]
 
 
 def fine_tune(
@@ -84,12 +156,12 @@ def fine_tune(
     config: RunConfig,
     plan: Plan,
     rank: int,
-    examples: Sequence[Sample],
+    sources: Sequence[Examples],
     stop: threading.Event,
     *,
     solve_rate: Measure | None = None,
 ) -> int:
-    """Train as planned and write the model; one process a rank, each with the same examples.
+    """Train as planned and write the model; one process a rank, each with the same sources.
 
     `solve_rate` is called on rank 0 with a whole model. Exit code: 0 done, 75 stopped and resumable, 1 failed.
     """
@@ -103,7 +175,7 @@ def fine_tune(
     try:
         shape = shape_of(config, plan.start)
         with join(run, rank, shape, start_s=launch.start_timeout_s, wait_s=launch.wait_timeout_s) as mesh:
-            return FineTuning(run, config, plan, mesh, metrics, status).run(examples, stop, solve_rate)
+            return FineTuning(run, config, plan, mesh, metrics, status).run(sources, stop, solve_rate)
     except EXPECTED as e:
         log.error("%s: %s", role, e)
         metrics.log("event", name="failed", error=str(e))
@@ -122,9 +194,9 @@ class FineTuning:
         self.stepper = Stepper(self.state, config.trainer, plan.steps or 0, beat=status.beat)
         self.guard = Guard(self.own / "nonfinite", config.trainer.max_nonfinite)
 
-    def run(self, examples: Sequence[Sample], stop: threading.Event, solve_rate: Measure | None) -> int:
+    def run(self, sources: Sequence[Examples], stop: threading.Event, solve_rate: Measure | None) -> int:
         plan, state, mesh, every = self.plan, self.state, self.mesh, self.config.checkpoint.every
-        rollouts = [Rollout(str(i), "", "", i, 0, samples=[s]) for i, s in enumerate(examples)]
+        mixture = Mixture(plan.seed, [len(s) for s in sources], plan.weights or [1.0] * len(sources))
         deadline = None if plan.seconds is None else time.monotonic() + plan.seconds
         while not self._over(deadline):
             if mesh.any(stop.is_set()):
@@ -133,18 +205,21 @@ class FineTuning:
                 self.status.set(phase="saved")
                 return SAVED
             step = state.step + 1
-            chosen = [rollouts[i] for i in order(plan.seed, len(rollouts), plan.batch_size, step)]
-            batch = pack(chosen, step=step, budget=self.config.trainer.pack_tokens, ranks=mesh.shape.data)[mesh.stream]
+            batch = self._batch(rollouts_of(sources, mixture.batch(step, plan.batch_size)), step)
             self.status.set(phase="training", step=step)
             report = self.stepper(batch)
             if mesh.main:
-                self.metrics.log("step", step=step, backend=registry.backends(self.mesh.device.type), **report.metrics)
+                left_out = sum((s.counts for s in sources), Counter[str]())
+                backend = registry.backends(self.mesh.device.type)
+                self.metrics.log("step", step=step, backend=backend, left_out=left_out, **report.metrics)
             if report.skipped:
                 dump = self.guard.dump(batch, mesh.rank, report.skipped)
                 self.metrics.log("event", name="nonfinite", step=step, reason=report.skipped, dump=str(dump))
                 self.guard.check(state.skipped)
             if solve_rate and plan.measure_every and step % plan.measure_every == 0 and self._reached(solve_rate):
                 break
+            if plan.validation and (step % plan.validate_every == 0 or step == plan.steps):
+                self._validate(step)
             if plan.steps is not None and step % every == 0:
                 save_state(self.own, self.config, state)
         self.status.set(phase="writing the model")
@@ -154,6 +229,25 @@ class FineTuning:
             shutil.rmtree(self.own / "checkpoints")
         self.status.set(phase="done")
         return DONE
+
+    def _batch(self, rollouts: Sequence[Rollout], step: int) -> Batch:
+        """This rank's part."""
+        rollouts = rollouts or [Rollout("", "", "", 0, 0, samples=[Sample.of_prompt([0])])]  # all were left out
+        return pack(rollouts, step=step, budget=self.config.trainer.pack_tokens, ranks=self.mesh.shape.data)[self.mesh.stream]
+
+    def _validate(self, step: int) -> None:
+        """Mean cross-entropy over the trained tokens of the validation examples."""
+        self.status.set(phase="validating")
+        places = [(n, i) for n, source in enumerate(self.plan.validation) for i in range(len(source))]
+        t0, size, total, tokens = time.monotonic(), self.plan.batch_size, 0.0, 0
+        for first in range(0, min(len(places), self.plan.validation_examples), size):
+            chosen = places[first : min(first + size, self.plan.validation_examples)]
+            batch = self._batch(rollouts_of(self.plan.validation, chosen), step)
+            total += self.stepper.evaluate(batch) * batch.counts.ce_tokens
+            tokens += batch.counts.ce_tokens
+        if self.mesh.main:
+            seconds, loss = time.monotonic() - t0, total / tokens if tokens else None
+            self.metrics.log("eval", split="validation", step=step, loss=loss, tokens=tokens, wall_s=seconds)
 
     def _over(self, deadline: float | None) -> bool:
         if self.plan.steps is not None:

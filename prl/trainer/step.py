@@ -328,6 +328,17 @@ class Stepper:
         }
         return StepReport(sums["loss"], norm, skipped, metrics)
 
+    @torch.no_grad()
+    def evaluate(self, batch: Batch) -> float:
+        """The loss of a batch, nothing trained; every rank calls it with its part."""
+        total = torch.zeros((), dtype=torch.float64, device=self.state.mesh.device)
+        for mb in batch.micro_batches:
+            x = inputs(mb, self.state.mesh.device, replay=False, replay_selections=False)
+            logprobs_N, entropy_N, _ = self.state.forward(x.forward, x.rows_N, x.labels_N, x.temperature_N)
+            total += loss_share(x, logprobs_N, entropy_N, batch.counts, self.config.loss, self.function)[0]
+            self.beat()
+        return float(self.state.mesh.sum(total))
+
 
 def why_skip(loss: float, norm: float, nonfinite: int) -> str:
     """Why a step must not be applied; empty where all is finite."""

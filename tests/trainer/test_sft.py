@@ -23,7 +23,7 @@ from prl.orchestrator import sft as roles
 from prl.samples import CE, Sample
 from prl.tokenizer import of_run
 from prl.trainer import checkpoint
-from prl.trainer.sft import Plan, Solved, example, fine_tune, order
+from prl.trainer.sft import Held, Mixture, Plan, Solved, example, fine_tune
 from prl.transport.run_dir import RunDir
 from tests.trainer.envs import Next
 from tests.trainer.helpers import config, run_dir, state_of
@@ -57,12 +57,27 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def test_order_visits_each_example_once_an_epoch_anew() -> None:
-    seen = np.concatenate([order(7, 10, 4, step) for step in range(1, 6)])
+    def order(seed: int, n: int, batch_size: int, step: int) -> list[int]:
+        return [i for _, i in Mixture(seed, [n], [1.0]).batch(step, batch_size)]
+
+    seen = [i for step in range(1, 6) for i in order(7, 10, 4, step)]
     first, second = seen[:10], seen[10:]
-    assert sorted(first) == sorted(second) == list(range(10)) and not np.array_equal(first, second)
-    assert np.array_equal(order(7, 10, 4, 3), order(7, 10, 4, 3))
-    assert not np.array_equal(order(8, 10, 10, 1), order(7, 10, 10, 1))
+    assert sorted(first) == sorted(second) == list(range(10)) and first != second
+    assert order(7, 10, 4, 3) == order(7, 10, 4, 3)
+    assert order(8, 10, 10, 1) != order(7, 10, 10, 1)
     assert len(set(order(0, 3, 8, 1))) == 3, "a batch may hold several epochs"
+
+
+def test_sources_are_mixed_by_weight_each_in_whole_epochs_from_any_step_on() -> None:
+    sizes, n = [30, 70], 10_000  # beyond a block of draws
+    whole = Mixture(5, sizes, [3.0, 1.0]).batch(1, n)
+    assert np.mean([source == 0 for source, _ in whole]) == pytest.approx(0.75, abs=0.02)
+    for source, size in enumerate(sizes):
+        drawn = [i for s, i in whole if s == source]
+        for first in range(0, len(drawn) - size, size):
+            assert sorted(drawn[first : first + size]) == list(range(size))
+    late = Mixture(5, sizes, [3.0, 1.0])
+    assert [late.batch(step, 100) for step in (99, 2)] == [whole[9800:9900], whole[100:200]], "a resume knows its place"
 
 
 def test_an_example_trains_on_its_answer_alone() -> None:
@@ -130,9 +145,9 @@ class StopAfter(threading.Event):
 def test_interrupted_it_goes_on_bit_for_bit(tmp_path: Path, end: str) -> None:
     c = sft_config()
     whole, broken = run_dir(tmp_path / "whole"), run_dir(tmp_path / "broken")
-    assert fine_tune(whole, c, plan(c), 0, examples(c), threading.Event()) == 0
+    assert fine_tune(whole, c, plan(c), 0, [Held(examples(c))], threading.Event()) == 0
     if end == "stop":
-        assert fine_tune(broken, c, plan(c), 0, examples(c), StopAfter(3)) == 75
+        assert fine_tune(broken, c, plan(c), 0, [Held(examples(c))], StopAfter(3)) == 75
     else:
 
         def die(model: Model, alive: Callable[[], None]) -> Solved:
@@ -140,11 +155,11 @@ def test_interrupted_it_goes_on_bit_for_bit(tmp_path: Path, end: str) -> None:
 
         measured = plan(c, measure_every=3)
         with pytest.raises(MemoryError):
-            fine_tune(broken, c, measured, 0, examples(c), threading.Event(), solve_rate=die)
+            fine_tune(broken, c, measured, 0, [Held(examples(c))], threading.Event(), solve_rate=die)
     latest = checkpoint.latest_complete(RunDir(broken / "sft"))
     assert latest is not None and latest.name == ("step_3" if end == "stop" else "step_2")
     assert not (broken / "sft" / "model").exists()
-    assert fine_tune(broken, c, plan(c), 0, examples(c), threading.Event()) == 0
+    assert fine_tune(broken, c, plan(c), 0, [Held(examples(c))], threading.Event()) == 0
     a, b = weights(whole / "sft" / "model"), weights(broken / "sft" / "model")
     assert all(torch.equal(a[n], b[n]) for n in a)
 
@@ -174,7 +189,7 @@ def rank_of_two(root: Path, index: int) -> None:
     c = sft_config()
     c = c.model_copy(update={"trainer": c.trainer.model_copy(update={"ranks": 2})})
     one = plan(c, steps=5, measure_every=1)
-    sys.exit(fine_tune(RunDir(root), c, one, index, examples(c), threading.Event(), solve_rate=slow))
+    sys.exit(fine_tune(RunDir(root), c, one, index, [Held(examples(c))], threading.Event(), solve_rate=slow))
 
 
 def test_a_long_measurement_shows_life_on_every_rank_and_ends_both(tmp_path: Path) -> None:
