@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
 import orjson
 
 Record = dict[str, Any]
@@ -67,13 +68,76 @@ def statuses(run: RunFolder) -> dict[str, Record]:
     return found
 
 
+Number = float | None
+"""What is not finite is written as null."""
+
+
+class Entry(msgspec.Struct, kw_only=True):
+    """What every record has. These types are of the fields that monitoring reads; a record may hold more."""
+
+    t: float
+    role: str = ""
+
+
+class Step(Entry, kw_only=True):
+    step: int
+    loss: Number = None
+    reward: Number = None
+    tokens_per_s: float = 0.0
+    rss_mb: float = 0.0
+    mismatch_kl: Number = None
+    mismatch_kl_own: Number = None
+    mismatch: dict[str, Number] | None = None
+    rows: float = 0.0
+    unrouted_fraction: Number = None
+    recaptured_fraction: Number = None
+    selection_flip_fraction: Number = None
+    skipped: float = 0.0
+    expert_counts: list[list[float]] | None = None
+    time: dict[str, float] | None = None
+    staleness: dict[int, int] | None = None
+    dropped: dict[str, int] | None = None
+    dropped_by_length: dict[str, dict[int, int]] | None = None
+    outcomes: dict[str, int] | None = None
+
+
+class Eval(Entry, kw_only=True):
+    step: int = 0
+    tasks: int = 0
+    sampled: Number = None
+    greedy: Number = None
+    complete: bool = True
+
+
+class Span(Entry, kw_only=True):
+    name: str
+    t0: float
+    t1: float
+    what: str | None = None
+
+
+class Text(Entry, kw_only=True):
+    step: int
+    reward: Number = None
+
+
+class Rates(Entry, kw_only=True):
+    generated_per_s: float = 0.0
+
+
+class Event(Entry, kw_only=True):
+    name: str
+    step: int | None = None
+
+
+KINDS: dict[str, type[Entry]] = {"step": Step, "eval": Eval, "span": Span, "sample": Text, "engine": Rates, "event": Event}
 STAGES = {"sft": "sft", "control": "control", "evaluate": "control"}
 """The roles that are not of the RL phase. What "evaluate" measures is the control's model."""
 
 
 def stage_of(record: Record) -> str:
     """sft, rl or control, by the record's role."""
-    return STAGES.get(str(record.get("role", "")).partition("-")[0], "rl")
+    return STAGES.get(record.get("role", "").partition("-")[0], "rl")
 
 
 class History:
@@ -95,17 +159,23 @@ class History:
         """First sign of each stage, moved by `idle_s` since."""
         self.idle_s = 0.0
         """Between a life of the run and the next."""
+        self.left_out: Counter[str] = Counter()
+        """Records by why they are not here."""
         self.first_t: float | None = None
         self.last_t: float | None = None
         for record in records:
             self.add(record)
 
     def add(self, r: Record) -> None:
-        """Take one record in; one that lacks what its kind needs is left out."""
-        t, kind, role, step = r.get("t"), r.get("kind"), str(r.setdefault("role", "")), r.get("step")
-        if not isinstance(t, int | float):
+        """Take one record in; one whose fields are not of their types is left out and counted."""
+        kind = r.get("kind")
+        try:
+            msgspec.convert(r, KINDS.get(kind, Entry) if isinstance(kind, str) else Entry, str_keys=True)
+        except msgspec.ValidationError as e:
+            self.left_out[f"{r.get('role')} {kind}: {e}"] += 1
             return
-        if kind == "event" and r.get("name") == "resume" and role == "supervisor" and self.last_t is not None:
+        t, role, step = r["t"], r.setdefault("role", ""), r.get("step")
+        if kind == "event" and r["name"] == "resume" and role == "supervisor" and self.last_t is not None:
             idle = max(0.0, t - self.last_t)
             self.idle_s += idle
             self.began = {stage: began + idle for stage, began in self.began.items()}
@@ -113,26 +183,26 @@ class History:
         self.last_t = max(t, self.last_t or t)
         if role != "supervisor":
             self.began.setdefault(stage_of(r), t)
-        if kind == "step" and isinstance(step, int):
+        if kind == "step":
             stage = stage_of(r)
-            self.steps[stage if stage != "rl" else role][step] = r
+            self.steps[stage if stage != "rl" else role][r["step"]] = r
         elif kind == "eval" and r.get("complete", True):
             self.evals[stage_of(r)].append(r)
         elif kind == "eval":
             self.cut_evals += 1
-        elif kind == "sample" and isinstance(step, int):
-            self.samples[step].append(r)
+        elif kind == "sample":
+            self.samples[r["step"]].append(r)
             if len(self.samples) > SAMPLE_STEPS_KEPT:  # the first and the latest steps are what anyone looks at
                 del self.samples[sorted(self.samples)[SAMPLE_STEPS_KEPT // 2]]
         elif kind == "engine":
             self.engines[role] = r
-        elif kind == "span" and isinstance(r.get("t0"), int | float) and isinstance(r.get("t1"), int | float):
+        elif kind == "span":
             self.spans.append(r)
-            if r.get("name") == "wait":
-                self.waited[role][re.sub(r"\d+", "n", str(r.get("what") or "something"))] += r["t1"] - r["t0"]
+            if r["name"] == "wait":
+                self.waited[role][re.sub(r"\d+", "n", r.get("what") or "something")] += r["t1"] - r["t0"]
         elif kind == "event":
             self.events.append(r)
-            if r.get("name") == "resume" and isinstance(step, int):
+            if r["name"] == "resume" and step is not None:
                 self._resume(step)
 
     def _resume(self, step: int) -> None:
@@ -180,4 +250,8 @@ class History:
 
 
 def load_history(run: RunFolder) -> History:
-    return History(Tail(run.root / "metrics.jsonl").read())
+    tail = Tail(run.root / "metrics.jsonl")
+    history = History(tail.read())
+    if tail.broken:
+        history.left_out["not a JSON object"] += tail.broken
+    return history

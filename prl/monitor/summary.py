@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import msgspec
 import orjson
 from rich.table import Table
 
@@ -32,14 +33,26 @@ def weighted(history: History, key: str) -> float | None:
     return sum(r[key] * r["rows"] for r in records) / rows if rows else None
 
 
+class Trained(msgspec.Struct):
+    """Of a ledger's entry, what is read here."""
+
+    kind: str
+    step: int
+    rollouts: list[str] = []
+
+
 def trained_rollouts(run: RunFolder) -> int:
-    """Distinct rollouts of the surviving lineage, from the ledger."""
-    by_step: dict[int, list[str]] = {}
-    for entry in Tail(run.root / "ledger.jsonl").read():
-        if entry.get("kind") == "resume":
-            by_step = {step: ids for step, ids in by_step.items() if step <= entry["step"]}
-        elif entry.get("kind") == "step":
-            by_step[entry["step"]] = entry.get("rollouts", [])
+    """Distinct rollouts of the surviving lineage, from the ledger. OSError where an entry is not of its schema."""
+    path, by_step = run.root / "ledger.jsonl", dict[int, list[str]]()
+    for entry in Tail(path).read():
+        try:
+            found = msgspec.convert(entry, Trained)
+        except msgspec.ValidationError as e:
+            raise OSError(f"{path}: damaged: entry of step {entry.get('step')}: {e}") from e
+        if found.kind == "resume":
+            by_step = {step: ids for step, ids in by_step.items() if step <= found.step}
+        elif found.kind == "step":
+            by_step[found.step] = found.rollouts
     return len({id for ids in by_step.values() for id in ids})
 
 
@@ -92,6 +105,8 @@ def summarise(run: RunFolder, config: RunConfig, history: History) -> dict[str, 
         "steps_skipped": max((r.get("skipped", 0) for r in steps.values()), default=0),
         "sft_steps": max(history.steps["sft"], default=0),
         "control_steps": max(history.steps["control"], default=0),
+        "records_left_out": history.left_out.total(),
+        "records_left_out_by": dict(sorted(history.left_out.items())),
         "wall_s": history.elapsed(),
         "rl_wall_s": stages.get("rl"),
         "rl_steps_per_s": len(steps) / history.rl_seconds() if history.rl_seconds() else None,
@@ -159,4 +174,6 @@ def table(summary: dict[str, Any]) -> Table:
         ("RL phase", duration(s["rl_wall_s"]), f"{shown(s['rl_steps_per_s'], '.2f')} steps/s"),
     ):
         out.add_row(name, value, note)
+    if s["records_left_out"]:
+        out.add_row("records left out", str(s["records_left_out"]), f"of metrics.jsonl: {next(iter(s['records_left_out_by']))}")
     return out

@@ -10,7 +10,7 @@ In the surviving lineage (what a resume voided is left out):
   fates        a step's rollouts and the fates "trained" in it are the same, once its acknowledgement is recorded
   once         no member of a task has two final fates
   sums         every member of every task before the frontier has a final fate, or was still open at the last record
-  checkpoints  each complete checkpoint's step is in the ledger and its version is of that step; the orchestrator's half
+  checkpoints  each checkpoint is whole; its step is in the ledger and its version is of that step; the orchestrator's half
                is of that step too
 """
 
@@ -182,7 +182,7 @@ def _fates(report: AuditReport, steps: dict[int, dict[str, Any]], kept: list[dic
 
 
 def _checkpoints(report: AuditReport, run: RunDir, steps: dict[int, dict[str, Any]], versions: VersionLog) -> None:
-    found = checkpoint.complete(run)
+    found = checkpoint.folders(run)
     report.counts["checkpoints"] = len(found)
     for step, folder in found:
         try:

@@ -3,7 +3,7 @@
     checkpoints/step_<n>.tmp/   being written; never read
     checkpoints/step_<n>/       trainer/ (torch.distributed.checkpoint), orchestrator.bin, manifest.json
 
-The manifest names every file with its size and checksum. A folder without one is not a checkpoint.
+The manifest names every file with its size and checksum. A `step_<n>` without one has lost it, since it is renamed last.
 """
 
 from __future__ import annotations
@@ -46,16 +46,25 @@ class Manifest(msgspec.Struct, frozen=True):
     files: dict[str, File] = {}
 
 
+def folders(run: RunDir) -> list[tuple[int, Path]]:
+    """(step, folder) of every checkpoint, oldest first, also of one that has lost its manifest."""
+    folder = run / "checkpoints"
+    return sorted((int(m[1]), p) for p in folder.glob("step_*") if (m := _COMPLETE.fullmatch(p.name)))
+
+
 def complete(run: RunDir) -> list[tuple[int, Path]]:
     """(step, folder) of every complete checkpoint, oldest first."""
-    folder = run / "checkpoints"
-    found = [(int(m[1]), p) for p in folder.glob("step_*") if (m := _COMPLETE.fullmatch(p.name))]
-    return sorted((step, p) for step, p in found if (p / MANIFEST).is_file())
+    return [(step, p) for step, p in folders(run) if (p / MANIFEST).is_file()]
 
 
 def latest_complete(run: RunDir) -> Path | None:
-    """The folder of the newest complete checkpoint; None where there is none."""
-    found = complete(run)
+    """The folder of the newest checkpoint; None where there is none.
+
+    CheckpointError where it has no manifest: nothing older is taken in silence.
+    """
+    found = folders(run)
+    if found and not (found[-1][1] / MANIFEST).is_file():
+        raise _damaged(found[-1][1], f"{found[-1][1] / MANIFEST}: missing")
     return found[-1][1] if found else None
 
 
@@ -64,7 +73,11 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         return msgspec.json.decode(path.read_bytes(), type=Manifest)
     except (OSError, msgspec.MsgspecError) as e:
-        raise CheckpointError(f"{path}: cannot be read: {e}") from e
+        raise _damaged(folder, f"{path}: cannot be read: {e}") from e
+
+
+def _damaged(folder: Path, what: str) -> CheckpointError:
+    return CheckpointError(f"{what}; restore {folder}, or remove it to go on from the checkpoint before, without one anew")
 
 
 def draft(run: RunDir, step: int) -> Path:
@@ -89,7 +102,7 @@ def write(run: RunDir, manifest: Manifest, trainer: Callable[[Path], None], orch
         manifest = msgspec.structs.replace(manifest, files=_files(folder))
         (folder / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
         _sync(folder)
-        if final.exists():  # an abandoned lineage's, or half of one
+        if final.exists():  # an abandoned lineage's
             _discard(final)
         folder.rename(final)
         _sync_one(final.parent)
@@ -110,7 +123,7 @@ def verify(folder: Path, part: str = "") -> Manifest:
         try:
             stat = path.stat()
         except OSError as e:
-            raise CheckpointError(f"{path}: missing") from e
+            raise _damaged(folder, f"{path}: missing") from e
         if stat.st_uid != os.getuid() or stat.st_mode & 0o022:
             raise CheckpointError(
                 f"{path}: owner {stat.st_uid}, mode {stat.st_mode & 0o777:o}; expected owner {os.getuid()} and not writable "
@@ -122,13 +135,13 @@ def verify(folder: Path, part: str = "") -> Manifest:
         if not name.startswith(part):
             continue
         if not path.is_file():
-            raise CheckpointError(f"{path}: missing; the manifest names it")
+            raise _damaged(folder, f"{path}: missing; the manifest names it")
         if (size := path.stat().st_size) != expected.size:
-            raise CheckpointError(f"{path}: {size} bytes, the manifest says {expected.size}: cut or changed")
+            raise _damaged(folder, f"{path}: {size} bytes, the manifest says {expected.size}: cut or changed")
         if _checksum(path) != expected.checksum:
-            raise CheckpointError(f"{path}: its checksum is not the manifest's: damaged")
+            raise _damaged(folder, f"{path}: its checksum is not the manifest's: damaged")
     if folder.name != (name := f"step_{manifest.step}"):
-        raise CheckpointError(f"{folder / MANIFEST}: says step {manifest.step}, so its folder was {name}: renamed or damaged")
+        raise _damaged(folder, f"{folder / MANIFEST}: says step {manifest.step}, so its folder was {name}: renamed or damaged")
     return manifest
 
 

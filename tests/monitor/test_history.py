@@ -7,7 +7,7 @@ import orjson
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prl.monitor.history import History, Tail, statuses
+from prl.monitor.history import KINDS, History, Tail, statuses
 from prl.monitor.metrics import Metrics
 from prl.monitor.status import Status
 from prl.transport.run_dir import RunDir
@@ -37,13 +37,35 @@ def test_torn_and_foreign_lines_are_counted_and_left_out(tmp_path: Path) -> None
     assert list(tail.read()) == [{"a": 1}, {"a": 3}] and tail.broken == 3
 
 
-KEYS = st.sampled_from(["t", "kind", "role", "step", "t0", "t1", "name", "what", "staleness"])
-WORDS = st.sampled_from(["step", "eval", "span", "event", "sample", "resume", "wait", "sft"])
+FIELDS = sorted({name for kind in KINDS.values() for name in kind.__struct_fields__} | {"kind"})
+WORDS = st.sampled_from([*KINDS, "resume", "wait", "sft", "trainer", "supervisor"])
+VALUES = st.none() | st.booleans() | st.integers(-3, 3) | st.floats(allow_nan=False) | WORDS
+NESTED = VALUES | st.lists(VALUES, max_size=2) | st.dictionaries(WORDS | st.sampled_from(["1", "p99"]), VALUES, max_size=2)
 
 
-@given(st.lists(st.dictionaries(KEYS, st.none() | st.integers(-3, 3) | WORDS)))
-def test_any_record_is_taken_or_left_out(records: list[dict[str, object]]) -> None:
-    History(dict(r) for r in records)
+@given(st.lists(st.dictionaries(st.sampled_from(FIELDS), NESTED)))
+def test_any_record_is_taken_or_left_out_and_counted(records: list[dict[str, object]]) -> None:
+    history = History(dict(r) for r in records)
+    kept = sum(len(steps) for steps in history.steps.values()) + sum(map(len, history.evals.values()))
+    assert history.left_out.total() + kept <= len(records)
+    assert all(
+        isinstance(r["t"], int | float) and isinstance(r["role"], str) for s in history.steps.values() for r in s.values()
+    )
+
+
+def test_a_field_of_another_type_leaves_its_record_out_and_says_which() -> None:
+    step = {"t": 1.0, "role": "trainer", "kind": "step", "step": 1, "loss": 0.5}
+    wrong = [
+        {"step": "2"},
+        {"loss": "low"},
+        {"mismatch": {"p99": []}},
+        {"staleness": {"many": 1}},
+        {"expert_counts": [1]},
+        {"t": None},
+    ]
+    history = History([step, *({**step, "step": 2, **w} for w in wrong)])
+    assert list(history.steps["trainer"]) == [1] and history.left_out.total() == len(wrong)
+    assert "trainer step: Expected `float | null`, got `str` - at `$.loss`" in history.left_out
 
 
 def test_a_resume_voids_the_steps_after_it() -> None:

@@ -4,6 +4,7 @@ import re
 from html.parser import HTMLParser
 from pathlib import Path
 
+import orjson
 import plotly.graph_objects as go
 import pytest
 
@@ -169,6 +170,28 @@ def test_an_audit_under_a_damaged_configuration_is_a_message(tmp_path: Path, cap
     (tmp_path / "config.yaml").write_text("{")
     assert main([str(tmp_path), "--audit"]) == 2
     assert "not valid YAML" in capsys.readouterr().err
+
+
+def test_records_of_another_schema_are_left_out_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = records(5)
+    wrong = [{**r, "loss": "low", "t": r["t"]} for r in made if r["kind"] == "step" and r["role"] == "trainer"]
+    run = write_run(tmp_path / "run", made)
+    with (run.root / "metrics.jsonl").open("ab") as file:
+        file.writelines(orjson.dumps({**r, "step": 6}) + b"\n" for r in wrong)
+        file.write(b"[]\n")
+    assert main([str(run.root)]) == 0
+    summary = orjson.loads((run.root / "summary.json").read_bytes())
+    assert summary["steps"] == 5 and summary["records_left_out"] == 6
+    assert summary["records_left_out_by"]["trainer step: Expected `float | null`, got `str` - at `$.loss`"] == 5
+    assert "records left out" in capsys.readouterr().out
+
+
+def test_a_damaged_ledger_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "run", records(5))
+    with (run.root / "ledger.jsonl").open("ab") as file:
+        file.write(orjson.dumps({"kind": "step", "step": "6", "rollouts": []}) + b"\n")
+    assert main([str(run.root)]) == 1
+    assert "ledger.jsonl: damaged: entry of step 6: Expected `int`, got `str`" in capsys.readouterr().err
 
 
 def test_the_command_names_a_wrong_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

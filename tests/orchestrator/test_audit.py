@@ -135,6 +135,8 @@ def test_a_damaged_or_foreign_checkpoint_is_named(whole: Path, tmp_path: Path) -
     half = newest.with_name("step_9") / "orchestrator.bin"
     half.write_bytes(half.read_bytes()[:-1])
     assert any("orchestrator.bin" in p for p in audit(RunDir(tmp_path / "run")).problems)
+    (newest.with_name("step_9") / "manifest.json").unlink()
+    assert any("manifest.json: cannot be read" in p for p in audit(RunDir(tmp_path / "run")).problems)
 
 
 @pytest.mark.parametrize("first", ["trainer", "orchestrator"])

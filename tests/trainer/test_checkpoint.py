@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -66,12 +67,23 @@ def test_the_newest_complete_one_is_found_and_old_ones_go(tmp_path: Path, traine
         save(tmp_path, trained, step)
     folder = run / "checkpoints"
     (folder / "step_12.tmp").mkdir()
-    (folder / "step_11").mkdir()  # no manifest
     latest = checkpoint.latest_complete(run)
     assert latest is not None and latest.name == "step_10"
-    assert sorted(p.name for p in folder.iterdir()) == ["step_10", "step_11", "step_12.tmp", "step_4"]
+    assert sorted(p.name for p in folder.iterdir()) == ["step_10", "step_12.tmp", "step_4"]
     save(tmp_path, trained, 14)
-    assert sorted(p.name for p in folder.iterdir()) == ["step_10", "step_11", "step_14"]
+    assert sorted(p.name for p in folder.iterdir()) == ["step_10", "step_14"]
+
+
+def test_one_that_lost_its_manifest_is_an_error_until_it_is_removed(tmp_path: Path, trained: TrainState) -> None:
+    run, older, newer = run_dir(tmp_path), save(tmp_path, trained, 2), save(tmp_path, trained, 4)
+    (newer / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match=r"step_4/manifest.json: missing; restore \S*step_4, or remove it to go on from"):
+        checkpoint.latest_complete(run)
+    newest = save(tmp_path, trained, 6)
+    assert checkpoint.latest_complete(run) == newest and newer.is_dir(), "nothing that may be wanted is taken away"
+    for folder in (newest, newer):
+        shutil.rmtree(folder)
+    assert checkpoint.latest_complete(run) == older
 
 
 KILLED = """
