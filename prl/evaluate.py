@@ -18,6 +18,7 @@ from rich.table import Table
 from prl.cli import exit_code
 from prl.config.load import ConfigError, load
 from prl.config.schema import RunConfig
+from prl.launch.role import demand_kernels
 from prl.models.spec import SpecError
 from prl.orchestrator.evaluation import Evaluation, evaluate, held_out
 from prl.transport.run_dir import RunDir
@@ -53,6 +54,7 @@ def command(
         raise typer.Exit(2)
     try:
         config = load(folder / "config.yaml" if folder else source, overrides or ())
+        demand_kernels(config.launch.kernels)
         chosen = model or _model_of(folder, config)
         result = evaluate_model(config, chosen)
     except (ConfigError, SpecError, ValueError, FileNotFoundError) as e:

@@ -20,8 +20,9 @@ from rich.console import Console
 from rich.table import Table
 
 from prl.cli import exit_code
+from prl.config.named import SetupError
 from prl.config.schema import DType
-from prl.models.spec import ModelSpec, SpecError, read_spec
+from prl.models.spec import ModelSpec, read_spec
 from prl.samples import first_fit_decreasing
 
 if TYPE_CHECKING:
@@ -267,14 +268,17 @@ def command(
         token_lists = read_tokens(tokens, spec)
         import torch
 
+        from prl.kernels import registry
         from prl.models.convert import WeightError
         from prl.models.hf import load_hf
+
+        registry.backends()
 
         try:
             model = load_hf(model_dir, dtype=getattr(torch, dtype)).eval()
         except WeightError as e:
             raise InputError(str(e)) from None
-    except (InputError, SpecError, OSError) as e:
+    except (InputError, SetupError, OSError) as e:
         print(f"error: {e}", file=sys.stderr)
         raise typer.Exit(2) from None
     width = 4 * len(spec.indexed_layers) * spec.index_topk

@@ -13,8 +13,9 @@ import typer
 
 from prl.cli import exit_code
 from prl.config.load import ConfigError, load
+from prl.config.named import SetupError
 from prl.config.schema import Model, RunConfig
-from prl.models.spec import SpecError
+from prl.launch.role import demand_kernels
 from prl.transport.run_dir import RunDir
 
 HELP = """Serve a model over HTTP with vLLM's routes, until Ctrl-C.
@@ -42,8 +43,9 @@ def command(
 ) -> None:
     try:
         config = _config(source, overrides or [])
+        demand_kernels(config.launch.kernels)
         raise typer.Exit(_serve(config, host, port, RunDir(folder)))
-    except (ConfigError, SpecError, FileNotFoundError, PermissionError) as e:
+    except (ConfigError, SetupError, FileNotFoundError, PermissionError) as e:
         print(f"error: {e}", file=sys.stderr)
         raise typer.Exit(2) from None
 
@@ -75,6 +77,7 @@ def _serve(config: RunConfig, host: str, port: int, run: RunDir) -> int:
         else:
             model = build(read_spec(start), dtype=dtype)
             init_weights(model, config.run.seed)
+        engine = engine_of(model, config, "prl.serve")
     except WeightError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
@@ -84,7 +87,7 @@ def _serve(config: RunConfig, host: str, port: int, run: RunDir) -> int:
     except OSError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
-    server = Server(engine_of(model, config, "prl.serve"), secret, stream_interval=config.inference.stream_interval)
+    server = Server(engine, secret, stream_interval=config.inference.stream_interval)
 
     async def serve() -> int:
         try:

@@ -188,6 +188,12 @@ def test_other_bad_input_exits_2(folder, tokens, tmp_path, capsys):
         assert words in capsys.readouterr().err
 
 
+def test_a_demanded_backend_that_is_not_there_is_named(folder, tokens, capsys, monkeypatch):
+    monkeypatch.setenv("PRL_KERNELS", "gpu")
+    assert main([str(folder), "--tokens", str(tokens)]) == 2
+    assert "no backend gpu (PRL_KERNELS)" in capsys.readouterr().err
+
+
 def test_help_has_examples_and_needs_no_torch():
     code = "import sys, prl.score; c = prl.score.main(['--help']); sys.exit(c or 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

@@ -16,6 +16,9 @@ def main(args: Sequence[str] | None = None) -> int:
         from prl.bench.gpu import main as on_gpu
 
         return on_gpu(given[1:])
-    from prl.bench.command import main as command
-
+    try:
+        from prl.bench.command import main as command
+    except ModuleNotFoundError as e:
+        print(f"{e}; where only torch, triton and NumPy are, `python -m prl.bench gpu` runs", file=sys.stderr)
+        return 2
     return command(given)

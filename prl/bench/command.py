@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -14,14 +15,15 @@ from prl.bench.rows import Result, publish
 from prl.bench.runs import BenchError
 from prl.cli import exit_code
 from prl.config.load import ConfigError
+from prl.config.named import SetupError
 
 FAILED, CONFIG = 1, 2
 DEMO = "configs/demo.yaml"
 
 HELP = """Measure things against each other in one run on this machine.
 
-Exit codes: 0 every goal was met, 1 one was missed or a run failed, 2 wrong usage, 3 goals were not judged because other work
-uses the machine (the figures are printed all the same). docs/bench.md says what each figure is.
+Exit codes: 0 every goal was met, 1 one was missed or a run failed, 2 wrong usage or no GPU for gpu, 3 goals were not judged
+because other work uses the machine (the figures are printed all the same). docs/bench.md says what each figure is.
 
 Without a command it measures each kernel beside the best plain-torch way to do the same, in under two minutes.
 
@@ -56,7 +58,7 @@ def _give(measure: Callable[[], Result], json_to: str | None) -> None:
     """Measure, publish, and end with the exit code."""
     try:
         code = publish(measure(), json_to)
-    except ConfigError as e:
+    except (ConfigError, SetupError) as e:  # SetupError: PRL_KERNELS demands what does not run here
         print(e, file=sys.stderr)
         raise typer.Exit(CONFIG) from None
     except (BenchError, OSError) as e:
@@ -73,8 +75,12 @@ def ops(
     json: Json = None,
 ) -> None:
     if context.invoked_subcommand is not None:
+        if only or status or json:
+            raise typer.BadParameter(f"{context.invoked_subcommand} comes first, then its own options")
         return
     if status:
+        if only or json:
+            raise typer.BadParameter("--status goes alone: it measures nothing")
         print_status()
         return
     from prl.bench.ops import measure
@@ -83,14 +89,16 @@ def ops(
 
 
 def print_status() -> None:
+    """Exit code 2 where PRL_KERNELS demands what does not run here."""
     import torch
     from rich.console import Console
     from rich.table import Table
 
-    from prl.kernels.registry import PREFERENCE, status
+    from prl.kernels.registry import PREFERENCE, KernelError, backends, status
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    table = Table("kernel", *PREFERENCE, title=f"backends for tensors on {device}", title_justify="left")
+    device, demand = "cuda" if torch.cuda.is_available() else "cpu", os.environ.get("PRL_KERNELS")
+    title = f"backends for tensors on {device}" + (f", PRL_KERNELS={demand}" if demand else "")
+    table = Table("kernel", *PREFERENCE, title=title, title_justify="left")
     states: dict[str, dict[str, str]] = {}
     for op, backend, state in status(device):
         states.setdefault(op, {})[backend] = state
@@ -102,8 +110,25 @@ def print_status() -> None:
         table.add_row(op, *(notes.get((b, row.get(b, "")), row.get(b, "–")) for b in PREFERENCE))
     console = Console(width=None if sys.stdout.isatty() else 140)
     console.print(table)
+    console.print("– there is no such kernel")
     for (backend, state), note in notes.items():
         console.print(f"{note[3:]} {backend}: {state}", markup=False)
+    try:
+        backends(device)
+    except KernelError as e:
+        print(e, file=sys.stderr)
+        raise typer.Exit(CONFIG) from None
+
+
+@app.command(
+    add_help_option=False,  # its own help is shown
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False},
+)
+def gpu(context: typer.Context) -> None:
+    """Every kernel on one GPU at GLM-5's sizes: agreement with the reference, then speed."""
+    from prl.bench.gpu import main
+
+    raise typer.Exit(main(context.args))
 
 
 Repeats = Annotated[int, typer.Option(min=1, help="Runs of each that are compared.")]

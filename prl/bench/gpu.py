@@ -337,8 +337,8 @@ def main(args: list[str]) -> int:
     parser.add_argument("--json", metavar="FILE", help="write the result there too")
     parser.add_argument("--tokens", type=int, default=Size.tokens, help="tokens of the timed layer")
     given = parser.parse_args(args)
-    if not torch.cuda.is_available():
-        print("python -m prl.bench gpu: no CUDA device; `python -m prl.bench` measures this CPU", file=sys.stderr)
+    if why := registry.no_gpu():
+        print(f"python -m prl.bench gpu: {why}; `python -m prl.bench` measures this CPU", file=sys.stderr)
         return 2
     start = time.monotonic()
     for op, backend, state in registry.status("cuda"):

@@ -19,6 +19,8 @@ from torch import Tensor
 
 from prl.bench.machine import CpuTimes, Load, calibrate, facts, reasons, share_of_others
 from prl.bench.rows import Goal, Result, Row, quartiles
+from prl.bench.runs import say
+from prl.config.load import ConfigError, Problem
 from prl.kernels.experts import experts
 from prl.kernels.grouped_gemm import grouped_gemm, grouped_gemm_fp8, grouped_gemm_weight
 from prl.kernels.indexer import index_scores, index_select
@@ -48,6 +50,10 @@ class Case:
     goal: float | None = None
     uses: tuple[str, ...] = ()
     """The kernels in it, where they are others than `op`."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.op} [{self.shape}]"
 
 
 def cases() -> Iterator[Case]:
@@ -358,6 +364,7 @@ def timed(ways: Sequence[Way], seconds: float = SECONDS) -> list[list[float]]:
 
 
 def compare(case: Case, peak_flops: float, peak_bytes: float) -> Row:
+    say(case.name)
     names = list(case.plain)
     ours, *others = timed([case.ours, *case.plain.values()])
     best = min(range(len(names)), key=lambda i: statistics.median(others[i]))
@@ -365,7 +372,7 @@ def compare(case: Case, peak_flops: float, peak_bytes: float) -> Row:
     seconds, uses = statistics.median(ours), case.uses or (case.op,)
     figure, unit, peak = (case.flops, "GFLOP/s", peak_flops) if case.flops else (case.bytes, "GB/s", peak_bytes)
     return Row(
-        name=f"{case.op} [{case.shape}]",
+        name=case.name,
         value=figure / seconds / 1e9,
         unit=f"{unit}, {figure / seconds / peak:.0%} of peak",
         ratio=statistics.median(ratios),
@@ -385,6 +392,7 @@ def peaks() -> tuple[float, float]:
     return 2.0 * 1024**3 / min(min(t) for t in mm), 2.0 * source.numel() * 4 / min(copy)
 
 
+MEMORY_NAME = "logprobs: peak memory [T 2048, D 256, V 32768, bf16]"
 MEMORY = """
 import re, sys
 from pathlib import Path
@@ -404,12 +412,13 @@ print(status("VmHWM") - before)
 
 def lm_head_memory() -> Row:
     """Peak memory that the LM head adds, in a process of its own for each way, since a peak never goes down."""
+    say(MEMORY_NAME)
     kib = {}
     for way in ("ours", "plain"):
         done = subprocess.run([sys.executable, "-c", MEMORY, way], capture_output=True, text=True, check=True)
         kib[way] = int(done.stdout)
     return Row(
-        name="logprobs: peak memory [T 2048, D 256, V 32768, bf16]",
+        name=MEMORY_NAME,
         value=kib["ours"] / 1024,
         unit="MiB",
         ratio=kib["ours"] / kib["plain"],
@@ -421,18 +430,25 @@ def lm_head_memory() -> Row:
 
 
 def measure(only: str = "") -> Result:
-    """All cases whose name has `only` in it."""
+    """All cases whose name has `only` in it. ConfigError where none has."""
     load: Load = calibrate()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     before = CpuTimes.now()
     try:
         peak_flops, peak_bytes = peaks()
-        rows = [compare(case, peak_flops, peak_bytes) for case in cases() if only in f"{case.op} [{case.shape}]"]
+        rows, names = [], [MEMORY_NAME]
+        for case in cases():
+            names.append(case.name)
+            if only in case.name:
+                rows.append(compare(case, peak_flops, peak_bytes))
     finally:
         torch.set_num_threads(threads)
-    if only in "logprobs: peak memory":
+    if only in MEMORY_NAME:
         rows.append(lm_head_memory())
+    if not rows:
+        found = Problem("--only", f"expected a part of a row's name, got {only!r}; there are:\n    " + "\n    ".join(names))
+        raise ConfigError("command line", [found])
     others = share_of_others(before, CpuTimes.now())
     return Result(
         "ops",

@@ -25,6 +25,11 @@ STOP_S = 15.0
 TAIL_LINES = 15
 
 
+def say(what: str) -> None:
+    """Name on stderr what is measured next, with the time since the process began: a bench takes minutes."""
+    print(f"{time.time() - psutil.Process().create_time():6.1f} s  {what}", file=sys.stderr, flush=True)
+
+
 class BenchError(RuntimeError):
     """A run that could not be measured: names it, and says what it said last."""
 
@@ -53,6 +58,8 @@ def watch(
     `show`: its stderr is the user's; else it is kept for the error. However this is left, the command runs no more: it is
     asked to end, then killed.
     """
+    if not show:
+        say(name)
     before, t0 = CpuTimes.now(), time.monotonic()
     with tempfile.TemporaryFile("w+", errors="replace") as err, tempfile.TemporaryFile("w+", errors="replace") as out:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=None if show else err, env=env)

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from prl.inference.api import GenerateRequest, Generation
 from prl.inference.kv_cache import BlockPool, CachedLayout, PagedCache, block_hashes
 from prl.inference.sampling import log_probabilities, noise, sample
+from prl.kernels import registry
 from prl.kernels.lm_head import logits
 from prl.kernels.weights import weights_changed
 from prl.models.base import ForwardInput
@@ -93,6 +94,7 @@ class Engine:
     """Continuous batching of one model. Not thread-safe: one thread owns it.
 
     `held` stops the admission of waiting requests, running ones go on. `version` labels the tokens sampled from now on.
+    KernelError where a backend is demanded that cannot run here.
     """
 
     def __init__(
@@ -119,6 +121,7 @@ class Engine:
         self.pool = BlockPool(kv_tokens // block_size)
         self.cache = PagedCache(model.cache_spec(), self.pool.n_blocks, block_size)  # type: ignore[operator]
         self.device = next(model.parameters()).device
+        registry.backends(self.device.type)  # a demand that cannot be met is told before the first request
         self.held = False
         self.counts = dict.fromkeys(("prompt", "generated", "prefix_queries", "prefix_hits", "steps", "forwarded"), 0)
         self.finished = dict.fromkeys(("stop", "length", "abort", "error"), 0)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from prl.kernels import checks
+from prl.kernels.registry import no_gpu
 
 OBJECT = Path(__file__).parents[1] / "_cuda_sm90a.so"
 CAPABILITY = (9, 0)
@@ -45,8 +46,8 @@ def unavailable() -> str | None:
     """Why these kernels cannot run in this process, in words; None where they can."""
     if not OBJECT.exists():
         return f"{OBJECT.name} is not built; install prl where nvcc 12.4 or newer is found"
-    if not torch.cuda.is_available():
-        return "no CUDA device"
+    if why := no_gpu():
+        return why
     capability = torch.cuda.get_device_capability()
     if capability != CAPABILITY:
         return f"the device has compute capability {capability[0]}.{capability[1]}, the kernels are for 9.0 (H100, H200)"

@@ -6,7 +6,8 @@
 * `cuda`: csrc/cuda, through `prl.kernels.cuda.OPS`; GEMMs for Hopper.
 
 `PRL_KERNELS=name` (`launch.kernels` sets it) takes that backend for every op that it should have, or nothing; `cuda` means
-Triton for the ops that have no CUDA kernel. Without it an op takes the first of `PREFERENCE` that can run it.
+Triton for the ops that have no CUDA kernel. Without it, or where it is empty, an op takes the first of `PREFERENCE` that can
+run it.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from prl.config.named import SetupError
+
 PREFERENCE = ("cuda", "triton", "cpu", "reference")
 _LIBRARY = torch.library.Library("prl", "FRAGMENT")
 
 
-class KernelError(Exception):
+class KernelError(SetupError):
     """No implementation of an op as demanded; the message names the op, the backend and what there is."""
 
 
@@ -77,11 +80,11 @@ def _chosen(name: str, device: str, exact: bool, demanded: str | None) -> tuple[
     if name not in _OPS:
         raise KernelError(f"kernel {name}: no such op; there are {', '.join(sorted(_OPS))}")
     op = _OPS[name]
-    if demanded is not None and demanded not in PREFERENCE:
+    if demanded and demanded not in PREFERENCE:
         raise KernelError(f"kernel {name}: no backend {demanded} (PRL_KERNELS); there are {', '.join(PREFERENCE)}")
     if not op.backends or demanded == "reference":
         return "reference", op.reference
-    if demanded is None:
+    if not demanded:
         candidates = [b for b in PREFERENCE if b in op.backends or b == "reference"]
     else:
         candidates = ["triton" if demanded == "cuda" and "cuda" not in op.backends else demanded]
@@ -91,7 +94,8 @@ def _chosen(name: str, device: str, exact: bool, demanded: str | None) -> tuple[
         if why is None:
             return backend, op.reference if backend == "reference" else functions(backend)[name]
         reasons.append(f"{backend}: {why}")
-    raise KernelError(f"kernel {name} on {device}: {'; '.join(reasons)} (unset PRL_KERNELS to let each op choose)")
+    mend = "unset PRL_KERNELS and launch.kernels to let each op choose"
+    raise KernelError(f"kernel {name} on {device}: {'; '.join(reasons)} ({mend})")
 
 
 def _why_not(name: str, backend: str, device: str, exact: bool, demanded: str | None) -> str | None:
@@ -106,6 +110,15 @@ def _why_not(name: str, backend: str, device: str, exact: bool, demanded: str | 
     if device != on:
         return f"it takes {on} tensors"
     return None if name in functions(backend) else "it has no such op"
+
+
+def no_gpu() -> str | None:
+    """Why this process has no CUDA device; None where it has one."""
+    if torch.cuda.is_available():
+        return None
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is built without CUDA; on a machine with a GPU install one that has it"
+    return "no CUDA device"
 
 
 def interpreting() -> bool:
@@ -125,8 +138,9 @@ def unavailable(backend: str) -> str | None:
         try:
             importlib.import_module("prl_triton")
         except ImportError as e:
-            return f"Triton's kernels cannot be imported ({e})"
-        return None if torch.cuda.is_available() or interpreting() else "no CUDA device"
+            mend = "; pip install prl, whose package prl_triton is csrc/triton" if e.name == "prl_triton" else ""
+            return f"Triton's kernels cannot be imported ({e}){mend}"
+        return None if interpreting() else no_gpu()
     if backend == "cuda":
         return importlib.import_module("prl.kernels.cuda").unavailable()
     return None

@@ -8,6 +8,7 @@ from pathlib import Path
 from prl.config.mesh import MeshShape, resolve
 from prl.config.schema import Optim, RunConfig
 from prl.distributed.mesh import Mesh
+from prl.kernels import registry
 from prl.models.hf import save_hf
 from prl.models.spec import read_spec
 from prl.tokenizer import of_run
@@ -39,7 +40,9 @@ def open_state(folder: RunDir, config: RunConfig, optim: Optim, mesh: Mesh, star
     """The state of the newest complete checkpoint below `folder`, else of the model at `start` (None: first weights).
 
     A collective. CheckpointError where the newest one is damaged or of another model: nothing older is taken in silence.
+    KernelError where a backend is demanded that cannot run here.
     """
+    registry.backends(mesh.device.type)
     saved = checkpoint.latest_complete(folder)
     state = TrainState(config, optim, mesh, start, filled=saved is None)
     if saved is not None:

@@ -2,13 +2,15 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from prl.bench import main
+from prl.bench import main, ops
 from prl.bench.rows import NOT_JUDGED
 from prl.bench.runs import BenchError, run_job
 
@@ -16,7 +18,7 @@ from prl.bench.runs import BenchError, run_job
 def test_help_says_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     out = capsys.readouterr().out
-    assert all(f"\n  {name} " in out for name in ("pipeline", "peers", "seeds"))
+    assert all(f"\n  {name} " in out for name in ("gpu", "pipeline", "peers", "seeds"))
 
 
 @pytest.mark.parametrize(
@@ -29,11 +31,48 @@ def test_help_says_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
         ["pipeline", "--steps", "6"],
         ["seeds", "no-such.yaml", "run.seed=1"],
         ["peers", "--python", "/no"],
+        ["--status", "--json", "x.json"],
+        ["--only", "route", "pipeline"],
+        ["--json", "x.json", "gpu"],
     ],
 )
 def test_wrong_usage_is_2(args: list[str], capfd: pytest.CaptureFixture[str]) -> None:
     assert main(args) == 2
     assert capfd.readouterr().err
+
+
+def few() -> Iterator[ops.Case]:
+    yield ops.Case("combine", "one", lambda: None, {"plain": lambda: None}, bytes=1)
+    yield ops.Case("route", "two", lambda: None, {"plain": lambda: None}, bytes=1)
+
+
+def test_kernels_are_chosen_by_name_and_named_as_they_are_measured(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ops, "cases", few)
+    monkeypatch.setattr(ops, "peaks", lambda: (1.0, 1.0))
+    assert main(["--only", "combine", "--json", "-"]) in (0, NOT_JUDGED)
+    out, err = capfd.readouterr()
+    assert [row["name"] for row in json.loads(out)["rows"]] == ["combine [one]"]
+    assert " s  combine [one]\n" in err and "route" not in err
+    assert main(["--only", "nonsense"]) == 2
+    assert re.search(
+        r"--only: expected .* got 'nonsense'; there are:\n[^$]*combine \[one\]\n *route \[two\]", capfd.readouterr().err
+    )
+
+
+def test_a_demand_that_cannot_be_met_is_2(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(ops, "cases", few)
+    monkeypatch.setenv("PRL_KERNELS", "gpu")
+    for args in (["--status"], ["--only", "combine"]):
+        assert main(args) == 2
+        assert "no backend gpu (PRL_KERNELS); there are cuda, triton, cpu, reference" in capfd.readouterr().err
+
+
+def test_status_names_what_runs_and_why_not_another(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["--status"]) == 0
+    out = capfd.readouterr().out
+    assert "grouped_gemm_fp8" in out and "chosen" in out and "– there is no such kernel" in out
 
 
 def test_what_cannot_be_measured_is_1_with_the_reason(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

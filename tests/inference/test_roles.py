@@ -179,7 +179,9 @@ async def test_serve_stops_on_sigterm(model_dir: Path, tmp_path: Path) -> None:
         assert await asyncio.wait_for(process.wait(), 10) == 0
 
 
-def test_what_cannot_be_served(model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_served(
+    model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = ["--folder", str(tmp_path / "f")]
     assert serve([str(tmp_path / "nowhere"), *folder]) == 2
     assert "nowhere: no such file" in capsys.readouterr().err
@@ -194,6 +196,13 @@ def test_what_cannot_be_served(model_dir: Path, tmp_path: Path, capsys: pytest.C
     assert serve([str(tmp_path / "c.yaml"), "inference.engin=embedded", *folder]) == 2
     assert "inference.engine" in capsys.readouterr().err
     assert serve(["--help"]) == 0
+    with monkeypatch.context() as patch:
+        patch.setenv("PRL_KERNELS", "gpu")
+        assert serve([str(model_dir), *folder]) == 2
+        assert "no backend gpu (PRL_KERNELS)" in capsys.readouterr().err
+        (tmp_path / "k.yaml").write_text(f"model: {{path: {model_dir}}}\nenvs: [{{name: a, kind: reasoning_gym}}]\n")
+        assert serve([str(tmp_path / "k.yaml"), "launch.kernels=cpu", *folder]) == 2
+        assert "launch.kernels is cpu, PRL_KERNELS is gpu" in capsys.readouterr().err
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert serve([str(model_dir), "--port", str(port), *folder]) == 1

@@ -125,6 +125,7 @@ def test_why_the_backend_is_unavailable(tmp_path: Path, monkeypatch: pytest.Monk
     assert cuda.unavailable() == "_cuda_sm90a.so is not built; install prl where nvcc 12.4 or newer is found"
     cuda.OBJECT.write_text("no object")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
     assert cuda.unavailable() == "no CUDA device"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))

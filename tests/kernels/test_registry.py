@@ -32,7 +32,7 @@ def test_every_op_has_the_reference(fresh):
 def test_a_demanded_backend_runs_or_is_an_error(fresh):
     without(fresh, "cpu", "triton", "cuda")
     fresh.setenv("PRL_KERNELS", "cpu")
-    with pytest.raises(KernelError, match=r"kernel quantise_rows on cpu: cpu: missing here \(unset PRL_KERNELS"):
+    with pytest.raises(KernelError, match=r"kernel quantise_rows on cpu: cpu: missing here \(unset PRL_KERNELS and"):
         quantise_rows(torch.zeros(1, 128))
     fresh.setenv("PRL_KERNELS", "reference")
     assert quantise_rows(torch.zeros(1, 128))[1].item() == 1
@@ -44,6 +44,27 @@ def test_demands_that_make_no_sense_are_named(fresh):
         registry.backend_of("permute")
     with pytest.raises(KernelError, match="no such op"):
         registry.backend_of("nonsense")
+
+
+def test_an_empty_demand_is_none(fresh):
+    own = registry.backends()
+    fresh.setenv("PRL_KERNELS", "")
+    assert registry.backends() == own
+
+
+def test_it_says_why_there_is_no_gpu(fresh):
+    fresh.setattr(torch.cuda, "is_available", lambda: False)
+    fresh.setattr(torch.version, "cuda", "12.8")
+    assert registry.no_gpu() == "no CUDA device"
+    fresh.setattr(torch.version, "cuda", None)
+    assert registry.no_gpu().startswith(f"torch {torch.__version__} is built without CUDA; on a machine with a GPU install")
+    fresh.setattr(torch.cuda, "is_available", lambda: True)
+    assert registry.no_gpu() is None
+
+
+def test_where_the_package_of_tritons_kernels_is_missing_the_mend_is_told(fresh):
+    fresh.setitem(sys.modules, "prl_triton", None)
+    assert "pip install prl, whose package prl_triton is csrc/triton" in registry.unavailable.__wrapped__("triton")
 
 
 def test_float64_runs_on_the_reference_only(fresh):

@@ -140,7 +140,9 @@ def test_a_task_that_cannot_be_made_is_a_failed_rollout(tmp_path: Path) -> None:
     assert result.complete and result.failed == result.outcomes["environment_error"] == 12, "a quarter of 24, in both modes"
 
 
-def test_the_command_and_the_control_write_their_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_and_the_control_write_their_numbers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     c = config(tmp_path)
     run = RunDir(tmp_path / "run").create()
     run.config_path.write_text(dump(c))
@@ -159,6 +161,9 @@ def test_the_command_and_the_control_write_their_numbers(tmp_path: Path, capsys:
     assert lengths[0] != lengths[1]
     for path, code, words in ((tmp_path / "no" / "x", 2, "no folder"), (tmp_path, 1, "cannot be written: Is a directory")):
         assert main([*both[:3], "--json", str(path), "evaluation.tasks=1"]) == code and words in capsys.readouterr().err
+    monkeypatch.setenv("PRL_KERNELS", "reference")
+    assert main([*both, "launch.kernels=cpu"]) == 2
+    assert "launch.kernels is cpu, PRL_KERNELS is reference" in capsys.readouterr().err
     assert main([*both, "inference.engine=vllm"]) == 2
     assert "inference.engine: no command starts vLLM yet" in capsys.readouterr().err
     assert control(run, c, 0, threading.Event()) == 0

@@ -15,6 +15,7 @@ import orjson
 import pytest
 import torch
 
+from prl.config.named import SetupError
 from prl.config.schema import RunConfig
 from prl.envs.base import Task
 from prl.models.base import Model
@@ -54,6 +55,17 @@ def steps(run: RunDir, role: str = "sft") -> list[dict[str, Any]]:
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_hf(folder).state_dict()
+
+
+def test_kernels_that_cannot_run_as_demanded_are_told_before_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    c, run = sft_config(), run_dir(tmp_path)
+    given = examples(c)
+    monkeypatch.setenv("PRL_KERNELS", "gpu")
+    with pytest.raises(SetupError, match="no backend gpu"):
+        fine_tune(run, c, plan(c), 0, given, threading.Event())
+    assert (run.read_status("sft") or {})["phase"] == "loading"
 
 
 def test_order_visits_each_example_once_an_epoch_anew() -> None:
