@@ -45,8 +45,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sort_rows(const Tensor& ids_TK, int64
   int64_t *starts = out<int64_t>(starts_E1), *counts = out<int64_t>(counts_E);
   for (int64_t e = 0; e < n_experts; ++e) counts[e] = 0;
   for (int64_t s = 0; s < slots; ++s) {
-    if (ids[s] < 0) continue;
-    STD_TORCH_CHECK(ids[s] < n_experts, "sort_rows: ids_TK must be -1 to ", n_experts - 1, ", got ", ids[s]);
+    if (ids[s] == -1) continue;
+    STD_TORCH_CHECK(uint64_t(ids[s]) < uint64_t(n_experts), "sort_rows: ids_TK must be -1 to ", n_experts - 1, ", got ", ids[s]);
     ++counts[ids[s]];
   }
   starts[0] = 0;

@@ -20,6 +20,8 @@ def fail(op: str, argument: str, expected: str, got: object) -> None:
 
 def tensor(op: str, argument: str, t: Tensor, shape: Sequence[int | None], dtypes: Sequence[torch.dtype]) -> None:
     """`shape` has None where any size goes; `dtypes` empty: any."""
+    if not isinstance(t, Tensor):
+        fail(op, argument, "a tensor", type(t).__name__)
     if t.dim() != len(shape) or any(want is not None and want != have for want, have in zip(shape, t.shape, strict=False)):
         wanted = ", ".join("any" if n is None else str(n) for n in shape)
         fail(op, argument, f"of shape [{wanted}]", list(t.shape))
@@ -35,14 +37,16 @@ def multiple(op: str, argument: str, size: int, of: int = BLOCK) -> None:
 
 
 def same_device(op: str, **tensors: Tensor | None) -> None:
-    given = {name: t.device for name, t in tensors.items() if t is not None}
+    given = {name: t.device for name, t in tensors.items() if isinstance(t, Tensor)}
     if len(set(given.values())) > 1:
         fail(op, "/".join(given), "on one device", {name: str(device) for name, device in given.items()})
 
 
 def groups(op: str, starts_E1: Tensor, counts_E: Tensor, rows: int, align: int) -> None:
-    """Groups of rows as `permute.sort_rows` lays them out. Their values are read on the CPU only: elsewhere that would wait."""
-    tensor(op, "counts_E", counts_E, [None], [torch.int64])
+    """Groups of rows as `permute.sort_rows` lays them out. Their values are read on the CPU only: elsewhere that would wait.
+
+    That `counts_E` is a vector is checked before: other shapes depend on it.
+    """
     tensor(op, "starts_E1", starts_E1, [len(counts_E) + 1], [torch.int64])
     if starts_E1.device.type != "cpu" or torch.compiler.is_compiling():
         return

@@ -53,7 +53,7 @@ def unavailable() -> str | None:
         return f"the device has compute capability {capability[0]}.{capability[1]}, the kernels are for 9.0 (H100, H200)"
     try:
         code = _library().prl_cuda_ready()
-    except OSError as e:
+    except (OSError, AttributeError) as e:  # no library, or that of another version
         return f"{OBJECT.name} cannot be loaded ({e})"
     return _words(code) if code else None
 

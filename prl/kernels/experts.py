@@ -5,15 +5,16 @@ Legend: T tokens, K experts per token, R rows, D hidden width, E experts, I inne
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from prl.kernels import checks
 from prl.kernels.grouped_gemm import grouped_gemm, grouped_gemm_fp8, grouped_gemm_weight_fp8
-from prl.kernels.numerics import BLOCK
-from prl.kernels.permute import combine, permute, permute_quantise, sort_rows
+from prl.kernels.numerics import BLOCK, wide
+from prl.kernels.permute import FLOATS, combine, permute, permute_quantise, sort_rows
 from prl.kernels.swiglu import swiglu, swiglu_backward_quantise, swiglu_quantise
 from prl.kernels.weights import quantised
 
@@ -28,9 +29,17 @@ def experts(
     An id of −1 adds nothing. `bf16` computes in x's type, whatever it is; `fp8` quantises tokens, activations and gradients
     (x is bfloat16 or float32, the weights any of these: their gradient is float32 before it is cast). Differentiable.
     """
-    e, j, d = gate_up_EJD.shape
+    if precision not in get_args(Precision):
+        checks.fail("experts", "precision", "bf16 or fp8", precision)
+    checks.tensor("experts", "x_TD", x_TD, [None, None], FLOATS)
     checks.tensor("experts", "ids_TK", ids_TK, [len(x_TD), None], [torch.int64])
+    checks.tensor("experts", "weights_TK", weights_TK, list(ids_TK.shape), [wide(x_TD)])
+    checks.tensor("experts", "gate_up_EJD", gate_up_EJD, [None, None, x_TD.shape[1]], FLOATS)
+    e, j, d = gate_up_EJD.shape
+    checks.multiple("experts", "J", j, 2)
     checks.tensor("experts", "down_EDI", down_EDI, [e, d, j // 2], [gate_up_EJD.dtype])
+    tensors = {"x_TD": x_TD, "ids_TK": ids_TK, "weights_TK": weights_TK, "gate_up_EJD": gate_up_EJD, "down_EDI": down_EDI}
+    checks.same_device("experts", **tensors)
     if precision == "fp8":
         return _ExpertsFP8.apply(x_TD, ids_TK, weights_TK, gate_up_EJD, down_EDI, torch.is_grad_enabled())
     source_R, position_TK, starts_E1, counts_E = sort_rows(ids_TK, e)
@@ -59,6 +68,7 @@ class _ExpertsFP8(torch.autograd.Function):
         return combine(out_RD, weights_TK, source_R, position_TK)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
         weights_TK, gate_up_RJ, x_columns, x_column_scales, source_R, position_TK, starts_E1, counts_E = ctx.saved_tensors
         (gate_up_shape, down_shape), dtype = ctx.shapes, gate_up_RJ.dtype
@@ -76,6 +86,8 @@ class _ExpertsFP8(torch.autograd.Function):
         grouped_gemm_weight_fp8(d_columns, d_column_scales, x_columns, x_column_scales, starts_E1, counts_E, d_gate_up_EJD)
         gate_up, gate_up_scales = ctx.gate_up.transposed
         d_x_RD = grouped_gemm_fp8(d, d_scales, gate_up, gate_up_scales, starts_E1, counts_E, out_dtype=dtype)
-        d_weights_TK = torch.where(position_TK < 0, 0, d_weights_R[position_TK.clamp(min=0)])
+        d_weights_TK = torch.zeros_like(weights_TK)
+        if len(d_weights_R):
+            d_weights_TK = torch.where(position_TK < 0, 0, d_weights_R[position_TK.clamp(min=0)])
         d_x_TD = combine(d_x_RD, None, source_R, position_TK)
         return d_x_TD, None, d_weights_TK, d_gate_up_EJD.to(ctx.weight_dtype), d_down_EDI.to(ctx.weight_dtype), None

@@ -25,6 +25,7 @@ def grouped_gemm(a_RK: Tensor, w_ENK: Tensor, starts_E1: Tensor, counts_E: Tenso
     """
     n, k = (2, 1) if transposed else (1, 2)
     checks.tensor("grouped_gemm", "a_RK", a_RK, [None, None], FLOATS)
+    checks.tensor("grouped_gemm", "counts_E", counts_E, [None], [torch.int64])
     checks.tensor("grouped_gemm", "w_ENK", w_ENK, [len(counts_E), None, None], [a_RK.dtype])
     if w_ENK.shape[k] != a_RK.shape[1]:
         checks.fail("grouped_gemm", f"w_ENK's dimension {k}", f"a_RK's width {a_RK.shape[1]}", list(w_ENK.shape))
@@ -37,6 +38,7 @@ def grouped_gemm_weight(g_RN: Tensor, a_RK: Tensor, starts_E1: Tensor, counts_E:
     """out[e] += gᵀ · a over the rows of group e; out is float32, or float64 for float64 operands."""
     checks.tensor("grouped_gemm_weight", "a_RK", a_RK, [None, None], FLOATS)
     checks.tensor("grouped_gemm_weight", "g_RN", g_RN, [len(a_RK), None], [a_RK.dtype])
+    checks.tensor("grouped_gemm_weight", "counts_E", counts_E, [None], [torch.int64])
     shape = [len(counts_E), g_RN.shape[1], a_RK.shape[1]]
     checks.tensor("grouped_gemm_weight", "out_ENK", out_ENK, shape, [wide(a_RK)])
     checks.same_device("grouped_gemm_weight", g_RN=g_RN, a_RK=a_RK, starts_E1=starts_E1, counts_E=counts_E, out_ENK=out_ENK)
@@ -58,10 +60,11 @@ def grouped_gemm_fp8(
 
     starts are multiples of 128; M = N / 128.
     """
-    r, k = a_RK.shape
-    e, n = w_ENK.shape[0], w_ENK.shape[1]
     checks.tensor("grouped_gemm_fp8", "a_RK", a_RK, [None, None], [FP8])
+    checks.tensor("grouped_gemm_fp8", "counts_E", counts_E, [None], [torch.int64])
+    r, k = a_RK.shape
     checks.tensor("grouped_gemm_fp8", "w_ENK", w_ENK, [len(counts_E), None, k], [FP8])
+    e, n, _ = w_ENK.shape
     checks.multiple("grouped_gemm_fp8", "K", k)
     checks.multiple("grouped_gemm_fp8", "N", n)
     checks.tensor("grouped_gemm_fp8", "a_scales_BR", a_scales_BR, [k // BLOCK, r], [torch.float32])
@@ -87,9 +90,11 @@ def grouped_gemm_weight_fp8(
 
     starts are multiples of 128.
     """
-    (n, r), k = g_NR.shape, a_KR.shape[0]
     checks.tensor("grouped_gemm_weight_fp8", "g_NR", g_NR, [None, None], [FP8])
+    n, r = g_NR.shape
     checks.tensor("grouped_gemm_weight_fp8", "a_KR", a_KR, [None, r], [FP8])
+    checks.tensor("grouped_gemm_weight_fp8", "counts_E", counts_E, [None], [torch.int64])
+    k = len(a_KR)
     checks.multiple("grouped_gemm_weight_fp8", "R", r)
     checks.multiple("grouped_gemm_weight_fp8", "N", n)
     checks.multiple("grouped_gemm_weight_fp8", "K", k)

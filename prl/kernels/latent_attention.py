@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from prl.kernels.numerics import wide
 
@@ -40,6 +41,7 @@ class _LatentAttention(torch.autograd.Function):
         return torch.bmm(p.to(keys_BSX.dtype), keys_BSX[..., :value_width]).unflatten(1, q_BQHX.shape[1:3])
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_BQHC: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         q_BQHX, keys_BSX, p = ctx.saved_tensors
         values_BSC, grad_BRC = keys_BSX[..., : ctx.value_width], grad_BQHC.flatten(1, 2)

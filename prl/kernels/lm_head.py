@@ -36,6 +36,11 @@ def logprobs(
         checks.fail("logprobs", "chunk", "at least 1", chunk)
     if not len(weight_VD):
         checks.fail("logprobs", "weight_VD", "of at least one row", list(weight_VD.shape))
+    if isinstance(temperature_T, Tensor):
+        if temperature_T.requires_grad:
+            checks.fail("logprobs", "temperature_T", "without a gradient", "one that requires it")
+        checks.tensor("logprobs", "temperature_T", temperature_T.contiguous(), [len(labels_T)], [])
+        checks.same_device("logprobs", hidden_TD=hidden_TD, temperature_T=temperature_T)
     temperature_T = torch.as_tensor(temperature_T, dtype=wide(hidden_TD), device=hidden_TD.device).expand(labels_T.shape)
     checks.same_device("logprobs", hidden_TD=hidden_TD, weight_VD=weight_VD, labels_T=labels_T)
     _labels_in_range(labels_T, len(weight_VD))
@@ -43,9 +48,10 @@ def logprobs(
 
 
 def logits(hidden_TD: Tensor, weight_VD: Tensor) -> Tensor:
-    """[T, V] in float32 or wider, before temperature; for sampling. The sum over D does not depend on T."""
+    """[T, V] in float32 or wider, before temperature; for sampling, without a gradient. The sum over D does not depend on T."""
     checks.tensor("logits", "hidden_TD", hidden_TD, [None, None], FLOATS)
     checks.tensor("logits", "weight_VD", weight_VD, [None, hidden_TD.shape[1]], FLOATS)
+    checks.same_device("logits", hidden_TD=hidden_TD, weight_VD=weight_VD)
     return _logits_op(hidden_TD, weight_VD)
 
 

@@ -25,7 +25,7 @@ def sort_rows(ids_TK: Tensor, n_experts: int, *, align: int = 1) -> tuple[Tensor
 
     Returns int64 (source [R], the flat slot t·K + k of each row, −1 for padding; position [T, K], the row of each slot;
     starts [E + 1], the first row of each expert; counts [E], its rows without padding). R is the most that any ids can need,
-    `row_bound`. Ids are −1 … n_experts − 1 and are not read here: validate them before.
+    `row_bound`. Ids are −1 … n_experts − 1; elsewhere than on the CPU they are not read here: validate them before.
     """
     checks.tensor("sort_rows", "ids_TK", ids_TK, [None, None], [torch.int64])
     if n_experts < 0 or align < 1:
@@ -55,8 +55,8 @@ def permute_quantise(
     """
     checks.tensor("permute_quantise", "x_TD", x_TD, [None, None], FLOATS[:2])
     checks.multiple("permute_quantise", "D", x_TD.shape[1])
-    checks.multiple("permute_quantise", "R", len(source_R))
     _layout("permute_quantise", source_R, position_TK, len(x_TD))
+    checks.multiple("permute_quantise", "R", len(source_R))
     checks.same_device("permute_quantise", x_TD=x_TD, source_R=source_R, position_TK=position_TK)
     return _permute_quantise_op(x_TD, source_R, position_TK, columns, pow2)
 
@@ -66,8 +66,7 @@ def combine(rows_RD: Tensor, weights_TK: Tensor | None, source_R: Tensor, positi
 
     Weights are float32 or wider; None: all 1, which is the gradient of `permute`. Differentiable.
     """
-    checks.tensor("combine", "rows_RD", rows_RD, [None, None], FLOATS)
-    _layout("combine", source_R, position_TK, len(position_TK))
+    _layout("combine", source_R, position_TK, None)
     checks.tensor("combine", "rows_RD", rows_RD, [len(source_R), None], FLOATS)
     if weights_TK is not None:
         checks.tensor("combine", "weights_TK", weights_TK, list(position_TK.shape), [wide(rows_RD)])
@@ -75,13 +74,15 @@ def combine(rows_RD: Tensor, weights_TK: Tensor | None, source_R: Tensor, positi
     return _combine_op(rows_RD, weights_TK, source_R, position_TK)
 
 
-def _layout(op: str, source_R: Tensor, position_TK: Tensor, tokens: int) -> None:
+def _layout(op: str, source_R: Tensor, position_TK: Tensor, tokens: int | None) -> None:
     checks.tensor(op, "source_R", source_R, [None], [torch.int64])
     checks.tensor(op, "position_TK", position_TK, [tokens, None], [torch.int64])
 
 
 def _sort_reference(ids_TK: Tensor, n_experts: int, align: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     ids_S = ids_TK.flatten()
+    if ids_S.device.type == "cpu" and bool(((ids_S < -1) | (ids_S >= n_experts)).any()):
+        checks.fail("sort_rows", "ids_TK", f"-1 to {n_experts - 1}", f"{int(ids_S.min())} to {int(ids_S.max())}")
     key_S = torch.where(ids_S < 0, n_experts, ids_S)
     counts_E = torch.bincount(key_S, minlength=n_experts + 1)[:n_experts]
     padded_E = (counts_E + align - 1) // align * align

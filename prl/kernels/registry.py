@@ -32,12 +32,17 @@ class KernelError(SetupError):
     """No implementation of an op as demanded; the message names the op, the backend and what there is."""
 
 
+class GradientError(RuntimeError):
+    """A gradient that an op does not have."""
+
+
 @dataclass(frozen=True)
 class Op:
     name: str
     reference: Callable[..., Any]
     backends: tuple[str, ...]
     """Those that should have it, beside the reference."""
+    differentiable: bool
 
 
 _OPS: dict[str, Op] = {}
@@ -54,7 +59,7 @@ def define(
 ) -> Any:
     """Register an op; returns `torch.ops.prl.<name>`. The schema has no defaults: every argument is always passed."""
     name = schema.partition("(")[0]
-    _OPS[name] = Op(name, reference, tuple(backends))
+    _OPS[name] = Op(name, reference, tuple(backends), backward is not None)
     functions.cache_clear()  # a module of ops may be imported after a backend was first asked
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(name, functools.partial(_run, name), "CompositeExplicitAutograd")
@@ -66,6 +71,8 @@ def define(
 
 def _run(name: str, *args: Any) -> Any:
     tensors = [a for a in args if isinstance(a, Tensor)]
+    if not _OPS[name].differentiable and torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        raise GradientError(f"kernel {name} has no gradient: detach its arguments, or call it under torch.no_grad()")
     exact = any(t.dtype == torch.float64 for t in tensors)
     return choose(name, tensors[0].device.type, exact)(*args)
 
@@ -109,7 +116,15 @@ def _why_not(name: str, backend: str, device: str, exact: bool, demanded: str | 
     on = "cpu" if backend == "cpu" or (backend == "triton" and demanded == "triton" and interpreting()) else "cuda"
     if device != on:
         return f"it takes {on} tensors"
-    return None if name in functions(backend) else "it has no such op"
+    if name not in functions(backend):
+        return "it has no such op"
+    return _built_otherwise(name) if backend == "cpu" else None
+
+
+def _built_otherwise(name: str) -> str | None:
+    """Why the extension's op is not this one: an older build may still lie beside the package."""
+    ours, built = (str(getattr(ops, name).default._schema).partition("::")[2] for ops in (torch.ops.prl, torch.ops.prl_cpu))
+    return None if ours == built else f"prl._cpu was built from other sources, its op is {built}; install prl again"
 
 
 def no_gpu() -> str | None:
@@ -132,7 +147,7 @@ def unavailable(backend: str) -> str | None:
         try:
             importlib.import_module("prl._cpu")
         except ImportError as e:
-            return f"prl._cpu is not built ({e}); install prl where a C++ compiler is found"
+            return f"prl._cpu cannot be imported ({e}); install prl where a C++ compiler is found"
         return None
     if backend == "triton":
         try:

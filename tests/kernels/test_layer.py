@@ -121,12 +121,13 @@ def test_the_same_bits_every_time_and_for_every_number_of_threads(backend, preci
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_no_tokens_and_no_own_expert(backend, precision):
+def test_no_tokens_no_own_expert_and_no_experts(backend, precision):
     x, ids, weights, *rest = layer(t=5)
     empty = run((x[:0], ids[:0], weights[:0], *rest), precision, x[:0])
     assert [t.shape for t in empty] == [x[:0].shape, x[:0].shape, weights[:0].shape, *(t.shape for t in rest)]
     absent = run((x, torch.full_like(ids, -1), weights, *rest), precision, torch.ones_like(x))
-    for t in (*empty, *absent):
+    none = run((x, torch.full_like(ids, -1), weights, *(t[:0] for t in rest)), precision, torch.ones_like(x))
+    for t in (*empty, *absent, *none):
         assert (t == 0).all()
 
 

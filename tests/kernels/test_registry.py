@@ -96,6 +96,19 @@ def test_status_says_why(fresh):
 
 
 @pytest.mark.skipif(registry.unavailable("cpu") is not None, reason=str(registry.unavailable("cpu")))
+def test_an_op_of_an_older_build_does_not_serve(fresh):
+    """Only its schema can tell: a call would read other arguments than were meant."""
+    fresh.setattr(torch.ops.prl_cpu, "swiglu", torch.ops.prl_cpu.swiglu_backward)
+    registry._chosen.cache_clear()
+    assert registry.backend_of("swiglu") == "reference" and registry.backend_of("permute") == "cpu"
+    fresh.setenv("PRL_KERNELS", "cpu")
+    with pytest.raises(
+        KernelError, match=r"prl._cpu was built from other sources, its op is swiglu_backward\(Tensor gate_up_RJ"
+    ):
+        registry.backend_of("swiglu")
+
+
+@pytest.mark.skipif(registry.unavailable("cpu") is not None, reason=str(registry.unavailable("cpu")))
 def test_an_op_that_is_imported_after_a_backend_was_asked_finds_it_too():
     code = """from prl.kernels import quantise, registry
 before = registry.backend_of("quantise_rows")
