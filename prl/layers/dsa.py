@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from prl.kernels.indexer import index_scores, index_select, selection_indices, selection_mask
@@ -34,12 +33,12 @@ class Indexer(nn.Module):
         buckets = inputs.layout.buckets
         key_TW = self._rotate(self.k_norm(self.wk(x_TD))[:, None], inputs.rotate)[:, 0]
         keys = [b.keys(self.layer, "index", key_TW) for b in buckets]
+        # Computed whatever the lengths: sharded apart, its weight is gathered by all ranks or by none.
+        weights_TH = self.weights_proj(x_TD.to(wide(x_TD))) * (self.n_heads * self.width) ** -0.5
         if all(k.shape[1] <= self.top_k for k in keys):
             masks = [b.mask_BQS for b in buckets]  # every key is kept, whatever its score
         else:
             q_THW = self._rotate(self.wq_b(q_TL).unflatten(-1, (self.n_heads, self.width)), inputs.rotate)
-            dtype = wide(x_TD)
-            weights_TH = F.linear(x_TD.to(dtype), self.weights_proj.weight.to(dtype)) * (self.n_heads * self.width) ** -0.5
             masks = [
                 index_select(index_scores(b.queries(q_THW), k, b.queries(weights_TH)), b.mask_BQS, self.top_k)
                 if k.shape[1] > self.top_k
