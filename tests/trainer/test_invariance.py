@@ -9,8 +9,13 @@ import numpy as np
 import pytest
 import torch
 
+from prl.config.mesh import resolve
+from prl.distributed.mesh import lay_out
+from prl.samples import Rollout, pack
+from prl.trainer.state import TrainState
+from prl.trainer.step import Stepper
 from tests.distributed.ranks import Ranks
-from tests.trainer.invariance import Case, train, worst
+from tests.trainer.invariance import EXPERTS, KEPT, Case, sample, train, worst
 
 BOUND = {"float64": 1e-10, "float32": 1e-5}
 SGD, ADAMW = {"kind": "sgd"}, {"kind": "adamw", "eps": 1e-6}
@@ -45,3 +50,19 @@ def test_a_mesh_trains_as_one_process_does(name: str, dtype: str, ranks: Ranks) 
     difference, where = worst(got, expected)
     assert difference <= BOUND[dtype], (difference, where)
     assert not torch.distributed.is_initialized()
+
+
+def test_ranks_of_long_and_of_short_rows_gather_the_same_weights(ranks: Ranks) -> None:
+    """In bfloat16 some weights are sharded apart, in float32; the indexer needs its own for long rows alone."""
+    for lengths in ((KEPT - 2, 28), (28, KEPT - 2)):
+        ranks.run(2, forward, lengths, timeout_s=30)
+
+
+def forward(rank: int, lengths: tuple[int, int]) -> None:
+    config = Case(2, dtype="bfloat16").config()
+    mesh = lay_out(resolve(config.trainer, EXPERTS), rank, torch.device("cpu"))
+    state = TrainState(config, config.trainer.optim, mesh)
+    rng = np.random.default_rng(0)
+    rollout = Rollout("", "", "", 0, 0, samples=[sample(rng, lengths[rank], "random")])
+    batch = pack([rollout], step=1, budget=64, ranks=1)[0]
+    assert np.isfinite(Stepper(state, config.trainer, 1)(batch).loss)
