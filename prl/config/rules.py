@@ -209,6 +209,12 @@ def _control(c: RunConfig) -> Found:
         yield "control", "is more SFT on the worked answers of sft, which is not set"
 
 
+@_reads("trainer.recompute", "trainer.recompute_targets")
+def _recompute(c: RunConfig) -> Found:
+    if c.trainer.recompute == "selective" and not c.trainer.recompute_targets:
+        yield "trainer.recompute_targets", "expected at least one part of a block for trainer.recompute: selective, got none"
+
+
 @_reads("trainer.ranks", "trainer.mesh", "model")
 def _mesh(c: RunConfig) -> Found:
     n_experts = next((n for key in ("n_routed_experts", "num_experts") if (n := _number(c, key)) is not None), 0)

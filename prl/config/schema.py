@@ -17,6 +17,7 @@ NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 DType = Literal["float32", "bfloat16", "float64"]
 Precision = Literal["bf16", "fp8"]
+RecomputeTarget = Literal["norm", "attn_proj", "mla_up_proj", "mlp", "routed_experts"]
 
 
 class Section(BaseModel):
@@ -156,8 +157,10 @@ class Trainer(Section):
     """Step of the router's correction bias per optimizer step; 0 leaves it alone."""
     lm_head_chunk: PositiveInt = 4096
     """Tokens per chunk of the LM head."""
-    recompute: bool = False
-    """Keep only the blocks' inputs and compute each block again in backward: less memory, a third more work."""
+    recompute: Literal["none", "full", "selective"] = "none"
+    """What backward computes again instead of keeping: nothing, whole blocks (less memory, a third more work), or parts."""
+    recompute_targets: list[RecomputeTarget] = ["norm", "mla_up_proj", "mlp", "routed_experts"]
+    """The parts of each block that `selective` means. `attn_proj`: the projections before attention, QK-norm and rotation."""
     max_nonfinite: NonNegativeInt = 3
     """Steps skipped for a non-finite loss or gradient before the run stops."""
 

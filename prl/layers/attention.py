@@ -5,6 +5,7 @@ Legend: T flat tokens, D hidden width, H query heads, G key heads, C width of a 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch.nn.functional as F
@@ -44,14 +45,19 @@ class Attention(AttentionLayer):
         width = (self.config.key_heads, self.config.head_dim)
         return [(self.layer, "k", width), (self.layer, "v", width)]
 
-    def forward(self, x_TD: Tensor, inputs: LayerInput) -> tuple[Tensor, Selection | None]:
+    def project(self, x_TD: Tensor, rotate: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [T, H, C], keys and values [T, G, C]; queries and keys are rotated."""
         c = self.config
         q_THC = self.q_proj(x_TD).unflatten(-1, (c.heads, c.head_dim))
         k_TGC = self.k_proj(x_TD).unflatten(-1, (c.key_heads, c.head_dim))
         v_TGC = self.v_proj(x_TD).unflatten(-1, (c.key_heads, c.head_dim))
         if self.q_norm is not None and self.k_norm is not None:
             q_THC, k_TGC = self.q_norm(q_THC), self.k_norm(k_TGC)
-        q_THC, k_TGC = inputs.rotate(q_THC), inputs.rotate(k_TGC)
+        return rotate(q_THC), rotate(k_TGC), v_TGC
+
+    def forward(self, x_TD: Tensor, inputs: LayerInput) -> tuple[Tensor, Selection | None]:
+        c = self.config
+        q_THC, k_TGC, v_TGC = self.project(x_TD, inputs.rotate)
         parts = []
         for bucket in inputs.layout.buckets:
             q_BHQC = bucket.queries(q_THC).transpose(1, 2)

@@ -6,6 +6,8 @@ C key and value latent, X = C + R width of a cached key.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -47,23 +49,29 @@ class MLA(AttentionLayer):
         kv = (self.layer, "kv", (self.kv_latent + self.rope_width,))
         return [kv] if self.indexer is None else [kv, (self.layer, "index", (self.indexer.width,))]
 
-    def forward(self, x_TD: Tensor, inputs: LayerInput) -> tuple[Tensor, Selection | None]:
-        q_TL = self.q_a_layernorm(self.q_a_proj(x_TD))
-        selection = inputs.selection if self.indexer is None else self.indexer(x_TD, q_TL, inputs)
-        if selection is None:
-            raise ValueError(f"layer {self.layer} shares an indexer's selection, but no layer before it has an indexer")
-
+    def project(self, x_TD: Tensor, rotate: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        """Query latents [T, L] and keys [T, X]."""
         latent_TC, rope_TR = self.kv_a_proj_with_mqa(x_TD).split((self.kv_latent, self.rope_width), dim=-1)
-        key_TX = torch.cat((self.kv_a_layernorm(latent_TC), inputs.rotate(rope_TR[:, None])[:, 0]), -1)
+        key_TX = torch.cat((self.kv_a_layernorm(latent_TC), rotate(rope_TR[:, None])[:, 0]), -1)
+        return self.q_a_layernorm(self.q_a_proj(x_TD)), key_TX
 
-        up_HNC, up_HVC = self.kv_b_proj.weight.unflatten(0, (self.n_heads, -1)).split(
-            (self.nope_width, self.value_width), dim=1
-        )
+    def expand(self, q_TL: Tensor, up_HNC: Tensor, rotate: Callable[[Tensor], Tensor]) -> Tensor:
+        """Queries of the cached keys [T, H, X]."""
         nope_THN, rope_THR = (
             self.q_b_proj(q_TL).unflatten(-1, (self.n_heads, -1)).split((self.nope_width, self.rope_width), dim=-1)
         )
         latent_THC = torch.bmm(nope_THN.transpose(0, 1), up_HNC).transpose(0, 1)
-        q_THX = torch.cat((latent_THC, inputs.rotate(rope_THR)), -1)
+        return torch.cat((latent_THC, rotate(rope_THR)), -1)
+
+    def forward(self, x_TD: Tensor, inputs: LayerInput) -> tuple[Tensor, Selection | None]:
+        q_TL, key_TX = self.project(x_TD, inputs.rotate)
+        selection = inputs.selection if self.indexer is None else self.indexer(x_TD, q_TL, inputs)
+        if selection is None:
+            raise ValueError(f"layer {self.layer} shares an indexer's selection, but no layer before it has an indexer")
+        up_HNC, up_HVC = self.kv_b_proj.weight.unflatten(0, (self.n_heads, -1)).split(
+            (self.nope_width, self.value_width), dim=1
+        )
+        q_THX = self.expand(q_TL, up_HNC, inputs.rotate)
 
         scale = (self.nope_width + self.rope_width) ** -0.5
         parts = []

@@ -12,7 +12,6 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from prl.kernels.router import check_routes
 from prl.layers.block import Block, LayerInput, LayerOutput, Selection
@@ -65,9 +64,6 @@ class Backbone(nn.Module):
 
 
 class Model(nn.Module):
-    recompute: bool = False
-    """Keep only each block's input and compute the block again in backward (activation checkpointing)."""
-
     def __init__(self, spec: ModelSpec, block: Callable[[int], Block]):
         """`block(i)` makes layer i of the architecture."""
         super().__init__()
@@ -115,10 +111,7 @@ class Model(nn.Module):
                     padding_T=inputs.padding_T,
                 ),
             )
-            if self.recompute and torch.is_grad_enabled():
-                outputs.append(cast(LayerOutput, checkpoint(block, x_TD, given, use_reentrant=False)))
-            else:
-                outputs.append(block(x_TD, given))
+            outputs.append(block(x_TD, given))
             x_TD, selection = outputs[-1].x_TD, outputs[-1].selection
         routes = [o.routes_TK for o in outputs if o.routes_TK is not None]
         counts = [o.counts_E for o in outputs if o.counts_E is not None]

@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.nn.utils.stateless import _reparametrize_module
 
 from prl.config.schema import Optim, RunConfig
 from prl.distributed.mesh import Mesh
@@ -21,6 +23,7 @@ from prl.layers.moe import Experts, set_precision
 from prl.models.base import ForwardInput, ForwardOutput, Model
 from prl.models.hf import read_hf
 from prl.models.parallelize import parallelize, split_experts, whole
+from prl.models.recompute import recompute
 from prl.models.registry import build, draw
 from prl.models.spec import read_spec
 from prl.trainer import optim
@@ -72,8 +75,8 @@ class TrainState:
         frozen = [re.compile(p) for p in config.model.frozen]
         for name, p in model.named_parameters():
             p.requires_grad_(not any(f.fullmatch(name) for f in frozen))
-        model.recompute = config.trainer.recompute
         split_experts(model, mesh)
+        recompute(model, config.trainer.recompute, config.trainer.recompute_targets)
         self.policy = Policy(model, config.trainer.lm_head_chunk)
         parallelize(self.policy, model, mesh, self.dtypes, master_dtype(config))
         self.policy.to_empty(device=mesh.device)
@@ -94,17 +97,18 @@ class TrainState:
     def model(self) -> Model:
         return self.policy.model
 
-    def forward(
-        self, x: ForwardInput, rows_N: Tensor, labels_N: Tensor, temperature_N: Tensor
-    ) -> tuple[Tensor, Tensor, ForwardOutput]:
-        """`Policy.forward` in `model.dtype`; gradients arrive in the masters' type."""
-        args = (x, rows_N, labels_N, temperature_N)
-        casts = (
-            {f"model.{n}": p.to(self.dtypes[n]) for n, p in self.model.named_parameters() if p.dtype != self.dtypes[n]}
-            if self.mesh.dense is None
-            else {}
-        )
-        return torch.func.functional_call(self.policy, casts, args) if casts else self.policy(*args)
+    @contextmanager
+    def computing(self) -> Iterator[Policy]:
+        """The policy in `model.dtype`, for forward and backward (which may compute parts again); not for updates.
+
+        Gradients arrive in the masters' type. FSDP casts by itself; else every weight is cast once, here.
+        """
+        if self.mesh.dense is not None:
+            yield self.policy
+            return
+        casts = {f"model.{n}": p.to(self.dtypes[n]) for n, p in self.model.named_parameters() if p.dtype != self.dtypes[n]}
+        with _reparametrize_module(self.policy, casts):
+            yield self.policy
 
     def weights(self) -> dict[str, Tensor]:
         """The model's own tensors, under FSDP as parts of whole ones: writing to them writes the model."""

@@ -290,15 +290,16 @@ class Stepper:
         state, mesh, config = self.state, self.state.mesh, self.config
         t0 = time.perf_counter()
         seen = Seen(state.version, mesh.device)
-        for mb in batch.micro_batches:
-            x = inputs(mb, mesh.device, replay=config.router_replay, replay_selections=config.replay_selections)
-            logprobs_N, entropy_N, out = state.forward(x.forward, x.rows_N, x.labels_N, x.temperature_N)
-            loss, loss_metrics = loss_share(x, logprobs_N, entropy_N, batch.counts, config.loss, self.function)
-            loss.backward()
-            seen.add(mb, x, loss, logprobs_N, entropy_N, out.selections_TAS)
-            seen.add_counts(out.expert_counts_LE)
-            seen.add_loss_metrics(loss_metrics)
-            self.beat()
+        with state.computing() as policy:
+            for mb in batch.micro_batches:
+                x = inputs(mb, mesh.device, replay=config.router_replay, replay_selections=config.replay_selections)
+                logprobs_N, entropy_N, out = policy(x.forward, x.rows_N, x.labels_N, x.temperature_N)
+                loss, loss_metrics = loss_share(x, logprobs_N, entropy_N, batch.counts, config.loss, self.function)
+                loss.backward()
+                seen.add(mb, x, loss, logprobs_N, entropy_N, out.selections_TAS)
+                seen.add_counts(out.expert_counts_LE)
+                seen.add_loss_metrics(loss_metrics)
+                self.beat()
         sums = seen.reduce(mesh)
         t1 = time.perf_counter()
         grads = [p.grad for p in state.params.values() if p.grad is not None]

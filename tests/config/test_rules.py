@@ -43,6 +43,7 @@ def test_the_sound_ones_break_none() -> None:
             "inference.precision",
             "multiple of 128 for moe_intermediate_size, which is 192",
         ),
+        ({"trainer": {"recompute": "selective", "recompute_targets": []}}, "trainer.recompute_targets", "at least one part"),
         ({"model": {"frozen": ["a", "("]}}, "model.frozen.1", "regular expression"),
         ({"tokenizer": {"path": "x"}}, "tokenizer", "got both"),
         ({"tokenizer": {"characters": None, "vocab_size": None}}, "tokenizer", "brings no tokenizer"),

@@ -27,7 +27,8 @@ CASES = {
     "unpacked, clipped": Case(4, {"ep": 2}, pack_tokens=28, clip=0.05),
     "a rank without work": Case(4, {"ep": 2}, rollouts=2),
     "sgd": Case(2, {"ep": 2}, optim=SGD),
-    "eight": Case(8, {"replicate": 2, "ep": 4}, {"recompute": True}),
+    "parts computed again": Case(4, {"ep": 2}, {"recompute": "selective"}),
+    "eight": Case(8, {"replicate": 2, "ep": 4}, {"recompute": "full"}),
 }
 
 
