@@ -333,11 +333,12 @@ class Stepper:
     def evaluate(self, batch: Batch) -> float:
         """The loss of a batch, nothing trained; every rank calls it with its part."""
         total = torch.zeros((), dtype=torch.float64, device=self.state.mesh.device)
-        for mb in batch.micro_batches:
-            x = inputs(mb, self.state.mesh.device, replay=False, replay_selections=False)
-            logprobs_N, entropy_N, _ = self.state.forward(x.forward, x.rows_N, x.labels_N, x.temperature_N)
-            total += loss_share(x, logprobs_N, entropy_N, batch.counts, self.config.loss, self.function)[0]
-            self.beat()
+        with self.state.computing() as policy:
+            for mb in batch.micro_batches:
+                x = inputs(mb, self.state.mesh.device, replay=False, replay_selections=False)
+                logprobs_N, entropy_N, _ = policy(x.forward, x.rows_N, x.labels_N, x.temperature_N)
+                total += loss_share(x, logprobs_N, entropy_N, batch.counts, self.config.loss, self.function)[0]
+                self.beat()
         return float(self.state.mesh.sum(total))
 
 
