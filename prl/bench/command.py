@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from prl.bench.output import refusal
 from prl.bench.rows import Result, publish
 from prl.bench.runs import BenchError
 from prl.cli import exit_code
@@ -56,6 +57,9 @@ def _of(run: list[str] | None, config: str) -> tuple[Path, list[str]]:
 
 def _give(measure: Callable[[], Result], json_to: str | None) -> None:
     """Measure, publish, and end with the exit code."""
+    if why := refusal(json_to):
+        print(why, file=sys.stderr)
+        raise typer.Exit(CONFIG)
     try:
         code = publish(measure(), json_to)
     except (ConfigError, SetupError) as e:  # SetupError: PRL_KERNELS demands what does not run here

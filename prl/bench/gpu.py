@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from prl.bench.output import refusal
 from prl.kernels import registry
 from prl.kernels.experts import experts
 from prl.kernels.grouped_gemm import grouped_gemm, grouped_gemm_fp8, grouped_gemm_weight_fp8
@@ -337,6 +338,10 @@ def main(args: list[str]) -> int:
     parser.add_argument("--json", metavar="FILE", help="write the result there too")
     parser.add_argument("--tokens", type=int, default=Size.tokens, help="tokens of the timed layer")
     given = parser.parse_args(args)
+    if given.budget <= 0 or given.tokens < 1:
+        parser.error("--budget and --tokens must be above 0")
+    if why := refusal(given.json):
+        parser.error(why)
     if why := registry.no_gpu():
         print(f"python -m prl.bench gpu: {why}; `python -m prl.bench` measures this CPU", file=sys.stderr)
         return 2

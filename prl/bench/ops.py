@@ -19,7 +19,7 @@ from torch import Tensor
 
 from prl.bench.machine import CpuTimes, Load, calibrate, facts, reasons, share_of_others
 from prl.bench.rows import Goal, Result, Row, quartiles
-from prl.bench.runs import say
+from prl.bench.runs import BenchError, say
 from prl.config.load import ConfigError, Problem
 from prl.kernels.experts import experts
 from prl.kernels.grouped_gemm import grouped_gemm, grouped_gemm_fp8, grouped_gemm_weight
@@ -415,7 +415,9 @@ def lm_head_memory() -> Row:
     say(MEMORY_NAME)
     kib = {}
     for way in ("ours", "plain"):
-        done = subprocess.run([sys.executable, "-c", MEMORY, way], capture_output=True, text=True, check=True)
+        done = subprocess.run([sys.executable, "-c", MEMORY, way], capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise BenchError(f"{MEMORY_NAME}: {done.stderr.strip().rpartition(chr(10))[2]}")
         kib[way] = int(done.stdout)
     return Row(
         name=MEMORY_NAME,

@@ -41,6 +41,24 @@ def test_wrong_usage_is_2(args: list[str], capfd: pytest.CaptureFixture[str]) ->
     assert capfd.readouterr().err
 
 
+@pytest.mark.parametrize("command", [[], ["pipeline"], ["seeds"]])
+def test_json_that_cannot_be_written_is_told_before_anything_runs(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ops, "measure", lambda only: pytest.fail("measured"))
+    (tmp_path / "file").touch()
+    for path, why in ((tmp_path, "is a folder"), (tmp_path / "file" / "x.json", "cannot be written ([Errno 17] File exists: ")):
+        assert main([*command, "--json", str(path)]) == 2
+        assert f"--json: {path} {why}" in capfd.readouterr().err
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_measurement_of_memory_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "MEMORY", "raise OSError('no /proc here')")
+    with pytest.raises(BenchError, match="logprobs: peak memory.*: OSError: no /proc here"):
+        ops.lm_head_memory()
+
+
 def few() -> Iterator[ops.Case]:
     yield ops.Case("combine", "one", lambda: None, {"plain": lambda: None}, bytes=1)
     yield ops.Case("route", "two", lambda: None, {"plain": lambda: None}, bytes=1)

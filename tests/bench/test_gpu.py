@@ -32,6 +32,13 @@ def clock(run):
     return 1e-3
 
 
+@pytest.mark.parametrize("wrong", [["--budget", "-3"], ["--tokens", "0"], ["--json", "/"]])
+def test_wrong_arguments_are_told_before_anything_runs(wrong, capfd):
+    with pytest.raises(SystemExit, match="2"):
+        main(["gpu", *wrong])
+    assert wrong[0] in capfd.readouterr().err
+
+
 def test_every_kernel_has_its_row():
     bench = gpu.Bench(SMALL, device="cpu", square=64, copied=1 << 16)
     bench.clock = clock
