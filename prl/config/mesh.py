@@ -15,6 +15,9 @@ from dataclasses import dataclass
 from prl.config.named import SetupError
 from prl.config.schema import Trainer
 
+DEEPEP_RANKS = {2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160}
+"""Groups that DeepEP has settings for."""
+
 
 class MeshError(SetupError):
     """Ranks that cannot be laid out as the configuration asks: every broken rule with what would fit."""
@@ -76,6 +79,9 @@ def problems(trainer: Trainer, n_experts: int) -> list[tuple[str, str]]:
     if not out and (copy := ranks // mesh.replicate) % mesh.ep:
         near = _near(copy, mesh.ep)
         out.append(("mesh.ep", f"expected a divisor of the {copy} ranks of a copy (ranks / replicate){near}, got {mesh.ep}"))
+    if mesh.dispatcher == "deepep" and mesh.ep not in DEEPEP_RANKS:
+        known = ", ".join(map(str, sorted(DEEPEP_RANKS)))
+        out.append(("mesh.ep", f"the dispatcher deepep knows groups of {known} ranks, got {mesh.ep}"))
     return out
 
 
@@ -86,6 +92,8 @@ def resolve(trainer: Trainer, n_experts: int) -> MeshShape:
     context, replicate, ep = _context(trainer), trainer.mesh.replicate, trainer.mesh.ep
     copy = trainer.ranks // replicate
     fitting = [n for n in _divisors(copy) if n_experts % n == 0] if n_experts else [1]
+    if trainer.mesh.dispatcher == "deepep":
+        fitting = [n for n in fitting if n == 1 or n in DEEPEP_RANKS]
     return MeshShape(replicate, copy // context, context, fitting[-1] if ep == "auto" else ep)
 
 

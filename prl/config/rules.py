@@ -222,6 +222,15 @@ def _mesh(c: RunConfig) -> Found:
         yield f"trainer.{path}", message
 
 
+@_reads("trainer.mesh", "trainer.precision", "model.dtype")
+def _dispatch(c: RunConfig) -> Found:
+    if c.trainer.mesh.fp8_dispatch and c.trainer.precision != "fp8":
+        got = c.trainer.precision
+        yield "trainer.mesh.fp8_dispatch", f"experts that take FP8 codes need trainer.precision fp8, got {got}"
+    if c.trainer.mesh.dispatcher == "deepep" and c.model.dtype != "bfloat16":
+        yield "trainer.mesh.dispatcher", f"deepep sends bfloat16, the forward is in {c.model.dtype}: set all_to_all"
+
+
 def _number(c: RunConfig, key: str) -> float | None:
     """A number of the model's config.json, inline or in its folder; other faults of it are the model's to report."""
     architecture: Any = c.model.architecture

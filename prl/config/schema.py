@@ -138,6 +138,12 @@ class Mesh(Section):
     """Ranks that share each sequence (context parallelism); auto: the smallest."""
     ep: PositiveInt | Literal["auto"] = "auto"
     """Ranks that share the experts (expert parallelism); auto: the most that divide experts and ranks."""
+    dispatcher: Literal["all_to_all", "deepep"] = "all_to_all"
+    """How tokens reach their experts' ranks: by the process group, or by DeepEP's kernels (CUDA, the module deep_ep)."""
+    dispatch_chunks: PositiveInt = 1
+    """Parts of a micro-batch's tokens: one is on its way while the experts compute on another."""
+    fp8_dispatch: bool = False
+    """Tokens travel as FP8 codes and scales; needs precision fp8."""
 
 
 class Trainer(Section):

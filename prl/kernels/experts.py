@@ -13,8 +13,9 @@ from torch.autograd.function import once_differentiable
 
 from prl.kernels import checks
 from prl.kernels.grouped_gemm import grouped_gemm, grouped_gemm_fp8, grouped_gemm_weight_fp8
-from prl.kernels.numerics import BLOCK, wide
-from prl.kernels.permute import FLOATS, combine, permute, permute_quantise, sort_rows
+from prl.kernels.numerics import BLOCK, FP8, wide
+from prl.kernels.permute import FLOATS, combine, permute, permute_codes, permute_quantise, sort_rows
+from prl.kernels.quantise import dequantise_rows, quantise_columns
 from prl.kernels.swiglu import swiglu, swiglu_backward_quantise, swiglu_quantise
 from prl.kernels.weights import quantised
 
@@ -22,16 +23,31 @@ Precision = Literal["bf16", "fp8"]
 
 
 def experts(
-    x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, gate_up_EJD: Tensor, down_EDI: Tensor, *, precision: Precision = "bf16"
+    x_TD: Tensor,
+    ids_TK: Tensor,
+    weights_TK: Tensor,
+    gate_up_EJD: Tensor,
+    down_EDI: Tensor,
+    *,
+    precision: Precision = "bf16",
+    codes: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """[T, D]: Σ_k weights[t, k] · expert ids[t, k] of x[t], in x's type; the gate's rows of `gate_up_EJD` come first.
 
     An id of −1 adds nothing. `bf16` computes in x's type, whatever it is; `fp8` quantises tokens, activations and gradients
     (x is bfloat16 or float32, the weights any of these: their gradient is float32 before it is cast). Differentiable.
+    `codes`: the tokens' FP8 codes [T, D] and scales float32 [T, D / 128], for `fp8` alone: then x is not read, it gets the
+    gradient as if quantisation were the identity.
     """
     if precision not in get_args(Precision):
         checks.fail("experts", "precision", "bf16 or fp8", precision)
-    checks.tensor("experts", "x_TD", x_TD, [None, None], FLOATS)
+    if codes is None:
+        checks.tensor("experts", "x_TD", x_TD, [None, None], FLOATS)
+    else:
+        checks.tensor("experts", "codes_TD", codes[0], list(x_TD.shape), [FP8])
+        checks.tensor("experts", "scales_TB", codes[1], [len(x_TD), x_TD.shape[1] // BLOCK], [torch.float32])
+        if precision != "fp8":
+            checks.fail("experts", "precision", "fp8 for tokens that are FP8 codes", precision)
     checks.tensor("experts", "ids_TK", ids_TK, [len(x_TD), None], [torch.int64])
     checks.tensor("experts", "weights_TK", weights_TK, list(ids_TK.shape), [wide(x_TD)])
     checks.tensor("experts", "gate_up_EJD", gate_up_EJD, [None, None, x_TD.shape[1]], FLOATS)
@@ -41,7 +57,8 @@ def experts(
     tensors = {"x_TD": x_TD, "ids_TK": ids_TK, "weights_TK": weights_TK, "gate_up_EJD": gate_up_EJD, "down_EDI": down_EDI}
     checks.same_device("experts", **tensors)
     if precision == "fp8":
-        return _ExpertsFP8.apply(x_TD, ids_TK, weights_TK, gate_up_EJD, down_EDI, torch.is_grad_enabled())
+        args = x_TD, ids_TK, weights_TK, gate_up_EJD, down_EDI, *(codes or (None, None))
+        return _ExpertsFP8.apply(*args, torch.is_grad_enabled())
     source_R, position_TK, starts_E1, counts_E = sort_rows(ids_TK, e)
     rows_RD = permute(x_TD, source_R, position_TK)
     act_RI = swiglu(grouped_gemm(rows_RD, gate_up_EJD, starts_E1, counts_E))
@@ -53,16 +70,29 @@ class _ExpertsFP8(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, gate_up_EJD: Tensor, down_EDI: Tensor, grad: bool
+        ctx: Any,
+        x_TD: Tensor,
+        ids_TK: Tensor,
+        weights_TK: Tensor,
+        gate_up_EJD: Tensor,
+        down_EDI: Tensor,
+        codes_TD: Tensor | None,
+        scales_TB: Tensor | None,
+        grad: bool,
     ) -> Tensor:
         source_R, position_TK, starts_E1, counts_E = sort_rows(ids_TK, len(gate_up_EJD), align=BLOCK)
-        columns = grad and any(ctx.needs_input_grad)  # parameters need a gradient under no_grad too
-        x, x_scales, x_columns, x_column_scales = permute_quantise(x_TD, source_R, position_TK, columns=columns)
+        if codes_TD is None or scales_TB is None:
+            columns = grad and any(ctx.needs_input_grad)  # parameters need a gradient under no_grad too
+            x, x_scales, *x_kept = permute_quantise(x_TD, source_R, position_TK, columns=columns)
+        else:
+            x, x_scales = permute_codes(codes_TD, scales_TB, source_R, position_TK)
+            x_kept = [codes_TD, scales_TB]  # fewer bytes than the columns, which backward makes of them
+        ctx.coded = codes_TD is not None
         gate_up, down = quantised(gate_up_EJD), quantised(down_EDI)
         gate_up_RJ = grouped_gemm_fp8(x, x_scales, *gate_up.plain, starts_E1, counts_E, out_dtype=x_TD.dtype)
         act, act_scales, _, _ = swiglu_quantise(gate_up_RJ, columns=False)
         out_RD = grouped_gemm_fp8(act, act_scales, *down.plain, starts_E1, counts_E, out_dtype=x_TD.dtype)
-        ctx.save_for_backward(weights_TK, gate_up_RJ, x_columns, x_column_scales, source_R, position_TK, starts_E1, counts_E)
+        ctx.save_for_backward(weights_TK, gate_up_RJ, *x_kept, source_R, position_TK, starts_E1, counts_E)
         ctx.gate_up, ctx.down = gate_up, down  # what FSDP frees in between and gathers again are their buffers
         ctx.shapes, ctx.weight_dtype = (gate_up_EJD.shape, down_EDI.shape), gate_up_EJD.dtype
         return combine(out_RD, weights_TK, source_R, position_TK)
@@ -71,6 +101,10 @@ class _ExpertsFP8(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
         weights_TK, gate_up_RJ, x_columns, x_column_scales, source_R, position_TK, starts_E1, counts_E = ctx.saved_tensors
+        if ctx.coded:
+            codes_TD, scales_TB = x_columns, x_column_scales
+            rows_RD = dequantise_rows(*permute_codes(codes_TD, scales_TB, source_R, position_TK))
+            x_columns, x_column_scales = quantise_columns(rows_RD)
         (gate_up_shape, down_shape), dtype = ctx.shapes, gate_up_RJ.dtype
         grad_TD = grad_TD.contiguous()
         g, g_scales, g_columns, g_column_scales = permute_quantise(grad_TD, source_R, position_TK, columns=True)
@@ -90,4 +124,4 @@ class _ExpertsFP8(torch.autograd.Function):
         if len(d_weights_R):
             d_weights_TK = torch.where(position_TK < 0, 0, d_weights_R[position_TK.clamp(min=0)])
         d_x_TD = combine(d_x_RD, None, source_R, position_TK)
-        return d_x_TD, None, d_weights_TK, d_gate_up_EJD.to(ctx.weight_dtype), d_down_EDI.to(ctx.weight_dtype), None
+        return d_x_TD, None, d_weights_TK, d_gate_up_EJD.to(ctx.weight_dtype), d_down_EDI.to(ctx.weight_dtype), None, None, None

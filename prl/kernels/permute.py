@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from prl.kernels import checks
-from prl.kernels.numerics import wide
+from prl.kernels.numerics import FP8, wide
 from prl.kernels.quantise import columns_fake, columns_reference, no_columns, rows_fake, rows_reference
 from prl.kernels.registry import define
 
@@ -59,6 +59,16 @@ def permute_quantise(
     checks.multiple("permute_quantise", "R", len(source_R))
     checks.same_device("permute_quantise", x_TD=x_TD, source_R=source_R, position_TK=position_TK)
     return _permute_quantise_op(x_TD, source_R, position_TK, columns, pow2)
+
+
+def permute_codes(codes_TD: Tensor, scales_TB: Tensor, source_R: Tensor, position_TK: Tensor) -> tuple[Tensor, Tensor]:
+    """(codes [R, D], scales [B, R]) of tokens that are quantised by row already: as `permute_quantise` of the tokens gives."""
+    checks.tensor("permute_codes", "codes_TD", codes_TD, [None, None], [FP8])
+    checks.tensor("permute_codes", "scales_TB", scales_TB, [len(codes_TD), None], [torch.float32])
+    _layout("permute_codes", source_R, position_TK, len(codes_TD))
+    token_R, absent_R1 = source_R.clamp(min=0) // max(position_TK.shape[1], 1), (source_R < 0)[:, None]
+    codes_RD = codes_TD.view(torch.uint8).index_select(0, token_R).masked_fill_(absent_R1, 0).view(FP8)
+    return codes_RD, scales_TB.index_select(0, token_R).masked_fill_(absent_R1, 1).T.contiguous()  # 0 has the scale 1
 
 
 def combine(rows_RD: Tensor, weights_TK: Tensor | None, source_R: Tensor, position_TK: Tensor) -> Tensor:

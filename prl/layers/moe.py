@@ -17,23 +17,12 @@ from prl.layers.router import MoEConfig, Replay, Router
 
 
 class Dispatcher(Protocol):
-    def dispatch(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor, Tensor, Any]:
-        """(tokens [T', D], ids [T', K] of the experts held here, −1 for others, weights [T', K], what `combine` needs)."""
+    def __call__(self, compute: Any, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        """Each token's weighted sum over its experts [T, D], wherever they are.
+
+        `compute(x, ids, weights, codes)` makes the sums over the experts held here, where an id of −1 is another rank's.
+        """
         ...
-
-    def combine(self, y_TD: Tensor, state: Any) -> Tensor:
-        """Each token's sums over the experts of each rank, added up: [T, D]."""
-        ...
-
-
-class LocalDispatcher:
-    """All experts are here."""
-
-    def dispatch(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor, Tensor, Any]:
-        return x_TD, ids_TK, weights_TK, None
-
-    def combine(self, y_TD: Tensor, state: Any) -> Tensor:
-        return y_TD
 
 
 class Experts(nn.Module):
@@ -44,9 +33,19 @@ class Experts(nn.Module):
         self.gate_up_proj = nn.Parameter(torch.empty(n_experts, 2 * width, hidden))
         self.down_proj = nn.Parameter(torch.empty(n_experts, hidden, width))
         self.precision: Precision = "bf16"
+        self.dispatcher: Dispatcher | None = None
+        """None: all experts are here."""
 
     def forward(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        return experts(x_TD, ids_TK, weights_TK, self.gate_up_proj, self.down_proj, precision=self.precision)
+        # The dispatcher works inside of this module: gathered weights serve all chunks, gradients are reduced after the last.
+        here = self.compute_here
+        return here(x_TD, ids_TK, weights_TK) if self.dispatcher is None else self.dispatcher(here, x_TD, ids_TK, weights_TK)
+
+    def compute_here(
+        self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, codes: tuple[Tensor, Tensor] | None = None
+    ) -> Tensor:
+        w = self.gate_up_proj, self.down_proj
+        return experts(x_TD, ids_TK, weights_TK, *w, precision=self.precision, codes=codes)
 
 
 def set_precision(model: nn.Module, precision: Precision) -> None:
@@ -60,18 +59,16 @@ def set_precision(model: nn.Module, precision: Precision) -> None:
 
 
 class MoE(nn.Module):
-    def __init__(self, config: MoEConfig, *, dispatcher: Dispatcher | None = None):
+    def __init__(self, config: MoEConfig):
         super().__init__()
         self.gate = Router(config)
         self.experts = Experts(config.n_experts, config.hidden, config.width)
         self.shared_experts = MLP(config.hidden, config.shared_width) if config.shared_width else None
-        self.dispatcher: Dispatcher = dispatcher or LocalDispatcher()
 
     def forward(self, x_TD: Tensor, replay: Replay) -> tuple[Tensor, Tensor, Tensor]:
         """(output [T, D], experts used int64 [T, K], tokens per expert int64 [E] without padding)."""
         routing = self.gate(x_TD, replay)
-        x, ids, weights, state = self.dispatcher.dispatch(x_TD, routing.ids_TK, routing.weights_TK)
-        y_TD = self.dispatcher.combine(self.experts(x, ids, weights), state)
+        y_TD = self.experts(x_TD, routing.ids_TK, routing.weights_TK)
         if self.shared_experts is not None:
             y_TD = y_TD + self.shared_experts(x_TD)
         return y_TD, routing.ids_TK, routing.true_E

@@ -10,27 +10,40 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
+from prl.config import schema
+from prl.distributed.deepep import DeepEP
 from prl.distributed.expert import AllToAll
 from prl.distributed.fsdp import shard
 from prl.distributed.mesh import Mesh
 from prl.distributed.sharded import across_experts
-from prl.layers.moe import Experts, MoE
+from prl.layers.moe import Dispatcher, Experts
 from prl.models.base import Model
+from prl.models.spec import ModelSpec
 
 
-def split_experts(model: Model, mesh: Mesh) -> None:
-    """Leave of each MoE layer's experts this rank's, and send tokens to the others'. Before values are set."""
+def split_experts(model: Model, mesh: Mesh, settings: schema.Mesh) -> None:
+    """Leave of each layer's experts this rank's, and send tokens to the others'. Before values are set; a collective.
+
+    DispatcherError where the demanded dispatcher cannot run.
+    """
     if mesh.shape.expert == 1:
         return
     assert mesh.experts is not None
-    group = mesh.experts.get_group("expert")
-    for moe in (m for m in model.modules() if isinstance(m, MoE)):
-        n_experts = len(moe.experts.down_proj)
-        for name, p in list(moe.experts.named_parameters()):
-            mine = p.new_empty(n_experts // mesh.shape.expert, *p.shape[1:])
-            setattr(moe.experts, name, nn.Parameter(mine, requires_grad=p.requires_grad))
-        moe.dispatcher = AllToAll(group, n_experts)
+    dispatcher = _dispatcher(model.spec, mesh.experts.get_group("expert"), mesh.device, settings)
+    for module in (m for m in model.modules() if isinstance(m, Experts)):
+        for name, p in list(module.named_parameters()):
+            mine = p.new_empty(len(p) // mesh.shape.expert, *p.shape[1:])
+            setattr(module, name, nn.Parameter(mine, requires_grad=p.requires_grad))
+        module.dispatcher = dispatcher
+
+
+def _dispatcher(spec: ModelSpec, group: ProcessGroup, device: torch.device, settings: schema.Mesh) -> Dispatcher:
+    chunks, fp8 = settings.dispatch_chunks, settings.fp8_dispatch
+    if settings.dispatcher == "deepep":
+        return DeepEP(group, spec.n_experts, spec.hidden_size, device, chunks, fp8)
+    return AllToAll(group, spec.n_experts, chunks, fp8)
 
 
 def parallelize(policy: nn.Module, model: Model, mesh: Mesh, types: Mapping[str, torch.dtype], master: torch.dtype) -> None:

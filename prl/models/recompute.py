@@ -28,7 +28,7 @@ TARGETS: dict[RecomputeTarget, dict[type, str]] = {
     "attn_proj": {Attention: "project", MLA: "project"},
     "mla_up_proj": {MLA: "expand"},
     "mlp": {MLP: "forward"},
-    "routed_experts": {Experts: "forward"},
+    "routed_experts": {Experts: "compute_here"},
 }
 """Name → the methods that it stands for. Routing and the dispatch to other ranks are in none of them: they run once."""
 

@@ -75,7 +75,7 @@ class TrainState:
         frozen = [re.compile(p) for p in config.model.frozen]
         for name, p in model.named_parameters():
             p.requires_grad_(not any(f.fullmatch(name) for f in frozen))
-        split_experts(model, mesh)
+        split_experts(model, mesh, config.trainer.mesh)
         recompute(model, config.trainer.recompute, config.trainer.recompute_targets)
         self.policy = Policy(model, config.trainer.lm_head_chunk)
         parallelize(self.policy, model, mesh, self.dtypes, master_dtype(config))

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from prl.kernels.router import RouteError, check_routes
-from prl.layers.moe import LocalDispatcher, MoE
+from prl.layers.moe import MoE
 from prl.layers.router import MoEConfig, Replay, Router, update_correction_bias
 
 CONFIG = MoEConfig(8, 6, 16, 4, "sigmoid", True, scale=2.5, shared_width=10)
@@ -190,18 +190,16 @@ def test_counts_are_of_one_forward_under_activation_checkpointing():
     assert counts.sum() == 50 * 4 and torch.equal(counts, torch.bincount(ids.flatten(), minlength=16))
 
 
-class Reversed(LocalDispatcher):
-    """A dispatcher that holds the experts in the opposite order."""
-
-    def dispatch(self, x_TD, ids_TK, weights_TK):
-        return super().dispatch(x_TD, 15 - ids_TK, weights_TK)
+def reversed_ids(compute, x_TD, ids_TK, weights_TK):
+    """A dispatcher of experts that are held in the opposite order."""
+    return compute(x_TD, 15 - ids_TK, weights_TK, None)
 
 
 def test_rows_move_through_the_dispatcher_alone():
     moe = layer()
     x = torch.randn(20, 8, dtype=torch.float64)
     expected = moe(x, Replay())[0]
-    moe.dispatcher = Reversed()
+    moe.experts.dispatcher = reversed_ids
     assert not torch.allclose(moe(x, Replay())[0], expected)
     with torch.no_grad():
         for p in moe.experts.parameters():

@@ -17,6 +17,7 @@ from prl.models.parallelize import whole
 from prl.samples import Rollout, Sample, pack
 from prl.trainer.state import TrainState
 from prl.trainer.step import Stepper
+from tests.distributed import deep_ep
 
 EXPERTS, TOP_K, MOE_LAYERS, INDEXED, KEPT, STEPS = 8, 2, 2, 2, 8, 3
 GLM_5: dict[str, Any] = {
@@ -122,6 +123,8 @@ def rollouts(seed: int, n: int, routes: str) -> list[Rollout]:
 def train(rank: int, case: Case) -> dict[str, np.ndarray]:
     """Losses, gradients as the optimizer gets them and parameters of every step; of rank 0 alone."""
     config = case.config()
+    if config.trainer.mesh.dispatcher == "deepep":
+        deep_ep.install()
     shape = resolve(config.trainer, EXPERTS)
     device = torch.device("cpu")
     mesh = lay_out(shape, rank, device) if case.ranks > 1 else Mesh(0, 1, device, MeshShape())

@@ -8,17 +8,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
-from prl.config.mesh import MeshShape, resolve
+from prl.config.mesh import resolve
 from prl.distributed.mesh import lay_out
 from prl.samples import Rollout, pack
 from prl.trainer.state import TrainState
 from prl.trainer.step import Stepper
 from tests.distributed.ranks import Ranks
-from tests.trainer.helpers import ALONE, state_of
 from tests.trainer.invariance import EXPERTS, KEPT, Case, sample, train, worst
-from tests.trainer.test_fp8 import fp8_config, reversed_words
 
 BOUND = {"float64": 1e-10, "float32": 1e-5}
 SGD, ADAMW = {"kind": "sgd"}, {"kind": "adamw", "eps": 1e-6}
@@ -31,7 +28,21 @@ CASES = {
     "a rank without work": Case(4, {"ep": 2}, rollouts=2),
     "sgd": Case(2, {"ep": 2}, optim=SGD),
     "parts computed again": Case(4, {"ep": 2}, {"recompute": "selective"}),
+    "chunks": Case(4, {"ep": 4, "dispatch_chunks": 3}, rollouts=2),
+    "deepep": Case(4, {"ep": 2, "dispatcher": "deepep"}, routes="crowd"),
+    "deepep, chunks": Case(4, {"ep": 4, "dispatcher": "deepep", "dispatch_chunks": 2}, {"recompute": "full"}, routes="shun"),
     "eight": Case(8, {"replicate": 2, "ep": 4}, {"recompute": "full"}),
+}
+
+
+EXPERT_PARALLEL = {
+    f"{world} ranks, ep {ep}, {dispatcher}, {chunks} chunks, {routes}": Case(
+        world, {"ep": ep, "dispatcher": dispatcher, "dispatch_chunks": chunks}, routes=routes
+    )
+    for world, ep in ((2, 2), (4, 2), (4, 4), (8, 2), (8, 4), (8, 8))
+    for dispatcher in ("all_to_all", "deepep")
+    for chunks in (1, 3)
+    for routes in ("random", "crowd", "shun")
 }
 
 
@@ -46,7 +57,19 @@ _reference: dict[str, Case] = {}
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("name", CASES)
 def test_a_mesh_trains_as_one_process_does(name: str, dtype: str, ranks: Ranks) -> None:
-    case = replace(CASES[name], dtype=dtype)
+    check(replace(CASES[name], dtype=dtype), ranks)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("name", EXPERT_PARALLEL)
+def test_expert_parallelism_of_every_kind(name: str, dtype: str, ranks: Ranks) -> None:
+    check(replace(EXPERT_PARALLEL[name], dtype=dtype), ranks)
+
+
+def check(case: Case, ranks: Ranks) -> None:
+    dtype = case.dtype
     alone = case.alone()
     _reference[repr(alone)] = alone
     expected = _alone(repr(alone), ranks)
@@ -70,23 +93,3 @@ def forward(rank: int, lengths: tuple[int, int]) -> None:
     rollout = Rollout("", "", "", 0, 0, samples=[sample(rng, lengths[rank], "random")])
     batch = pack([rollout], step=1, budget=64, ranks=1)[0]
     assert np.isfinite(Stepper(state, config.trainer, 1)(batch).loss)
-
-
-@pytest.mark.parametrize("precision", ["bf16", "fp8"])
-def test_fsdp_on_one_rank_trains_the_same_bits(precision: str, ranks: Ranks) -> None:
-    """As one GPU does: sharding over a single rank changes no bit."""
-    apart, sharded = ranks.run(1, losses_of_one, precision)[0]
-    assert sharded == apart
-
-
-def losses_of_one(_: int, precision: str) -> list[list[float]]:
-    c = fp8_config(precision, optim={"lr": 3e-3})
-    found = []
-    for mesh in (ALONE, None):
-        if mesh is None:
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-            mesh = lay_out(MeshShape(), 0, torch.device("cpu"))
-        stepper = Stepper(state_of(c, mesh), c.trainer, 4)
-        rng = np.random.default_rng(0)
-        found.append([stepper(pack(reversed_words(rng, 8), step=i, budget=4096, ranks=1)[0]).loss for i in range(1, 5)])
-    return found

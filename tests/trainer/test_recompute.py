@@ -12,7 +12,7 @@ from prl.config.mesh import resolve
 from prl.distributed.expert import AllToAll
 from prl.distributed.mesh import lay_out
 from prl.layers import router
-from prl.layers.moe import LocalDispatcher
+from prl.layers.moe import Experts
 from prl.models.recompute import TARGETS
 from prl.samples import pack
 from prl.trainer.state import TrainState
@@ -116,14 +116,14 @@ def test_experts_are_chosen_once(tied: bool, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(("kind", "times"), [("full", 2), ("all parts", 1)])
 def test_parts_route_and_send_once(kind: str, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = 0
-    dispatch = LocalDispatcher.dispatch
+    dispatch = Experts.forward
 
     def counted(*args: Any) -> Any:
         nonlocal calls
         calls += 1
         return dispatch(*args)
 
-    monkeypatch.setattr(LocalDispatcher, "dispatch", counted)
+    monkeypatch.setattr(Experts, "forward", counted)
     glm_45("float64", pack_tokens=10_000, **KINDS[kind])(pack(rollouts(1, 12), step=1, budget=10_000, ranks=1)[0])
     assert calls == times * helpers.LAYERS
 
@@ -146,19 +146,19 @@ def on_ranks(rank: int) -> dict[str, tuple[dict[str, bytes], int]]:
         mesh = lay_out(resolve(c.trainer, helpers.EXPERTS), rank, torch.device("cpu"))
         stepper = Stepper(TrainState(c, c.trainer.optim, mesh), c.trainer, 3)
         sent = 0
-        dispatch = AllToAll.dispatch
+        dispatch = AllToAll.__call__
 
         def counted(*args: Any, dispatch: Any = dispatch) -> Any:
             nonlocal sent
             sent += 1
             return dispatch(*args)
 
-        AllToAll.dispatch = counted  # type: ignore[method-assign]
+        AllToAll.__call__ = counted  # type: ignore[method-assign]
         try:
             for step in (1, 2):
                 stepper(pack(rollouts(step, 6), step=step, budget=48, ranks=4)[rank])
         finally:
-            AllToAll.dispatch = dispatch  # type: ignore[method-assign]
+            AllToAll.__call__ = dispatch  # type: ignore[method-assign]
         state = {n: p.to_local().detach().numpy().tobytes() for n, p in stepper.state.params.items()}
         out[name] = state, sent
     return out
