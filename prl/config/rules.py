@@ -203,6 +203,35 @@ def _sft(c: RunConfig) -> Found:
         yield "sft.max_length", f"expected at most trainer.pack_tokens = {packed}, so that one sample fits, got {got}"
 
 
+@_reads("trainer", "sft")
+def _optim(c: RunConfig) -> Found:
+    sections = {"trainer": (c.trainer.optim, c.trainer.steps)} | ({} if c.sft is None else {"sft": (c.sft.optim, c.sft.steps)})
+    for section, (o, steps) in sections.items():
+        path = f"{section}.optim"
+        if o.adam_lr is not None and (o.kind != "muon" or not o.lr):
+            got = f"kind {o.kind}" if o.kind != "muon" else "lr 0"
+            yield f"{path}.adam_lr", f"is of what kind muon leaves to AdamW, as a multiple of lr: expected none, got {got}"
+        for name, value in (("betas", max(o.betas)), ("momentum", o.momentum)):
+            if o.state_dtype == "bfloat16" and value > 0.99:
+                why = "state in bfloat16 stands still: it cannot hold changes below 1/256 of itself"
+                yield f"{path}.{name}", f"expected at most 0.99, got {value:g}: {why}"
+        if o.schedule == "wsd" and o.decay_steps is not None and o.warmup_steps + o.decay_steps > steps:
+            yield (
+                f"{path}.decay_steps",
+                f"expected at most {section}.steps - warmup_steps = {steps - o.warmup_steps}, got {o.decay_steps}",
+            )
+
+
+@_reads("trainer.offload", "trainer.precision")
+def _offload(c: RunConfig) -> Found:
+    if c.trainer.offload == "parameters" and c.trainer.precision == "fp8":
+        yield (
+            "trainer.offload",
+            "parameters cannot go with trainer.precision fp8, which gathers the experts' weights quantised: FSDP2 moves "
+            "masters from the host as they are; expected none or optimizer",
+        )
+
+
 @_reads("control", "sft")
 def _control(c: RunConfig) -> Found:
     if c.control is not None and c.sft is None:

@@ -15,6 +15,7 @@ NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
 DType = Literal["float32", "bfloat16", "float64"]
 Precision = Literal["bf16", "fp8"]
 RecomputeTarget = Literal["norm", "attn_proj", "mla_up_proj", "mlp", "routed_experts"]
@@ -119,13 +120,25 @@ class Loss(Section):
 
 
 class Optim(Section):
-    kind: Literal["adamw", "sgd"] = "adamw"
+    kind: Literal["adamw", "muon", "sgd"] = "adamw"
+    """muon: for matrices and experts; AdamW for embedding, LM head, router, norms and biases."""
     lr: NonNegativeFloat = 1e-4
-    betas: tuple[float, float] = (0.9, 0.95)
+    adam_lr: PositiveFloat | None = None
+    """Of what Muon leaves to AdamW; default: lr. The schedule scales both."""
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
     eps: PositiveFloat = 1e-8
+    momentum: Beta = 0.95
+    """Muon's (Nesterov)."""
     weight_decay: NonNegativeFloat = 0.0
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    state_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of moments and momentum at rest; float64 masters keep float64 for float32."""
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
+    """wsd: warm-up, constant, then down by a line."""
     warmup_steps: NonNegativeInt = 0
+    decay_fraction: Fraction = 0.2
+    """Part of all steps, the last ones, in which wsd goes down."""
+    decay_steps: PositiveInt | None = None
+    """The same as a number of steps, instead of decay_fraction."""
     clip: PositiveFloat = 1.0
 
 
@@ -156,6 +169,8 @@ class Trainer(Section):
     """Token budget of one micro-batch."""
     loss: Loss = Loss()
     optim: Optim = Optim()
+    offload: Literal["none", "optimizer", "parameters"] = "none"
+    """What lives on the host: the optimizer's state (the update runs there), or the masters too."""
     router_replay: bool = True
     replay_selections: bool = False
     """Replay the indexer's recorded selections too (debugging)."""

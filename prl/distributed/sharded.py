@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 
@@ -15,8 +16,12 @@ def local(x: Tensor) -> Tensor:
 
 
 def full(x: Tensor) -> Tensor:
-    """The whole of a sharded tensor: a collective that every rank must join."""
-    return x.full_tensor() if isinstance(x, DTensor) else x
+    """The whole of a sharded tensor, where its mesh is, also of parts on the host: a collective that every rank must join."""
+    if not isinstance(x, DTensor):
+        return x
+    moved = x.to(x.device_mesh.device_type)
+    assert isinstance(moved, DTensor)
+    return moved.full_tensor()
 
 
 def across_experts(x: Tensor, mesh: DeviceMesh) -> DTensor:
@@ -27,8 +32,8 @@ def across_experts(x: Tensor, mesh: DeviceMesh) -> DTensor:
     assert isinstance(x, DTensor)
     shape = torch.Size([x.shape[0] * mesh.size(0), *x.shape[1:]])
     stride = torch.empty(shape, device="meta").stride()
-    placements = [Shard(0), *x.placements]
-    return DTensor.from_local(x.to_local(), mesh, placements, run_check=False, shape=shape, stride=stride)
+    spec = DTensorSpec(mesh, (Shard(0), *x.placements), tensor_meta=TensorMeta(shape, stride, x.dtype))
+    return DTensor(x.to_local(), spec, requires_grad=False)  # from_local would move what is on the host to the device
 
 
 @torch.no_grad()

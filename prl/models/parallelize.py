@@ -7,15 +7,16 @@ gathered when they are needed. Every architecture is made of the same blocks, so
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from prl.config import schema
+from prl.distributed import fsdp
 from prl.distributed.deepep import DeepEP
 from prl.distributed.expert import AllToAll
-from prl.distributed.fsdp import shard
 from prl.distributed.mesh import Mesh
 from prl.distributed.sharded import across_experts
 from prl.layers.moe import Dispatcher, Experts
@@ -46,23 +47,33 @@ def _dispatcher(spec: ModelSpec, group: ProcessGroup, device: torch.device, sett
     return AllToAll(group, spec.n_experts, chunks, fp8)
 
 
-def parallelize(policy: nn.Module, model: Model, mesh: Mesh, types: Mapping[str, torch.dtype], master: torch.dtype) -> None:
-    """Shard `policy`, which holds `model`. `types`: what the forward wants each of the model's parameters in.
+def parallelize(
+    policy: nn.Module,
+    model: Model,
+    mesh: Mesh,
+    types: Mapping[str, torch.dtype],
+    master: torch.dtype,
+    *,
+    offload: bool = False,
+) -> None:
+    """Shard `policy`, which holds `model`. `types`: what the forward wants each of the model's parameters in. With `offload`
+    parameters and gradients are on the host.
 
     Units are each layer's experts, modules whose parameters are of another type than most, the blocks, and the rest.
     """
     if mesh.dense is None:
         return
     compute = types["model.embed_tokens.weight"]
+    shard = partial(fsdp.shard, master=master, offload=offload)
     for name, module in model.named_modules():
         own = {types[f"{name}.{p}"] for p, _ in module.named_parameters(recurse=False)}
         if isinstance(module, Experts):
-            shard(module, mesh.expert_fsdp, compute=own.pop(), master=master)
+            shard(module, mesh.expert_fsdp, compute=own.pop())
         elif own and own != {compute}:
-            shard(module, mesh.dense, compute=own.pop(), master=master)
+            shard(module, mesh.dense, compute=own.pop())
     for block in model.layers:
-        shard(block, mesh.dense, compute=compute, master=master)
-    shard(policy, mesh.dense, compute=compute, master=master)
+        shard(block, mesh.dense, compute=compute)
+    shard(policy, mesh.dense, compute=compute)
 
 
 def whole(model: Model, mesh: Mesh, name: str, x: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ from prl.models.registry import build, draw
 from prl.models.spec import read_spec
 from prl.trainer import optim
 from prl.trainer.checkpoint import CheckpointError
+from prl.trainer.muon import matrices
 
 # DCP says so at every call without a process group; that is how one rank runs.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -78,8 +79,9 @@ class TrainState:
         split_experts(model, mesh, config.trainer.mesh)
         recompute(model, config.trainer.recompute, config.trainer.recompute_targets)
         self.policy = Policy(model, config.trainer.lm_head_chunk)
-        parallelize(self.policy, model, mesh, self.dtypes, master_dtype(config))
-        self.policy.to_empty(device=mesh.device)
+        offload = config.trainer.offload
+        parallelize(self.policy, model, mesh, self.dtypes, master_dtype(config), offload=offload == "parameters")
+        self._materialise(torch.device("cpu") if offload == "parameters" else mesh.device)
         if filled:
             if start is not None:
                 read_hf(start, self.spec, self.weights())
@@ -91,7 +93,14 @@ class TrainState:
         self.params = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self.biases = [t for n, t in model.state_dict().items() if n.endswith("e_score_correction_bias")]
         """The routers' correction biases, in MoE order."""
-        self.optimizer = optim.make(optim_config, self.params.values())
+        self.optimizer = optim.make(optim_config, self.params, matrices=matrices(model), device=mesh.device, offload=offload)
+
+    def _materialise(self, masters: torch.device) -> None:
+        """Parameters on `masters`, buffers where the forward runs; without values."""
+        self.policy.to_empty(device=masters)
+        for module in self.policy.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                module._buffers[name] = buffer.to(self.mesh.device)
 
     @property
     def model(self) -> Model:
@@ -106,7 +115,12 @@ class TrainState:
         if self.mesh.dense is not None:
             yield self.policy
             return
-        casts = {f"model.{n}": p.to(self.dtypes[n]) for n, p in self.model.named_parameters() if p.dtype != self.dtypes[n]}
+        device = self.mesh.device
+        casts = {
+            f"model.{n}": p.to(device, self.dtypes[n])
+            for n, p in self.model.named_parameters()
+            if (p.device, p.dtype) != (device, self.dtypes[n])
+        }
         with _reparametrize_module(self.policy, casts):
             yield self.policy
 

@@ -73,6 +73,16 @@ def test_the_sound_ones_break_none() -> None:
         ({"inference": {"record_routes": False}}, "inference.record_routes", "router_replay"),
         ({"trainer": {"replay_selections": True}}, "inference.record_selections", "replay_selections"),
         ({"inference": {"engine": "vllm"}}, "inference.engine", "no command starts vLLM yet"),
+        ({"trainer": {"optim": {"adam_lr": 0.1}}}, "trainer.optim.adam_lr", "kind adamw"),
+        ({"sft": {"optim": {"kind": "muon", "lr": 0, "adam_lr": 0.1}}}, "sft.optim.adam_lr", "lr 0"),
+        ({"trainer": {"optim": {"betas": [0.9, 0.999], "state_dtype": "bfloat16"}}}, "trainer.optim.betas", "stands still"),
+        ({"trainer": {"optim": {"momentum": 0.995, "state_dtype": "bfloat16"}}}, "trainer.optim.momentum", "at most 0.99"),
+        (
+            {"trainer": {"steps": 10, "optim": {"schedule": "wsd", "warmup_steps": 3, "decay_steps": 8}}},
+            "trainer.optim.decay_steps",
+            "trainer.steps - warmup_steps = 7, got 8",
+        ),
+        ({"trainer": {"offload": "parameters", "precision": "fp8"}}, "trainer.offload", "expected none or optimizer"),
         ({"sft": None}, "control", "not set"),
     ],
 )

@@ -10,6 +10,7 @@ import torch
 
 from prl.config.schema import RunConfig
 from prl.distributed.mesh import Mesh
+from prl.distributed.sharded import local
 from prl.samples import CE, RL, Rollout, Sample
 from prl.trainer.state import TrainState
 from prl.trainer.step import Stepper
@@ -101,8 +102,8 @@ def rollouts(seed: int, n: int = 9, *, ce: bool = False) -> list[Rollout]:
 
 
 def bits(state: TrainState) -> dict[str, bytes]:
-    """Every stored tensor of the state, bit for bit."""
-    return {name: t.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for name, t in state._state().items()}
+    """Every stored tensor of the state, of sharded ones this rank's part, bit for bit."""
+    return {name: local(t).contiguous().view(-1).view(torch.uint8).numpy().tobytes() for name, t in state._state().items()}
 
 
 def run_dir(root: Path) -> RunDir:

@@ -19,6 +19,7 @@ from tests.trainer.invariance import EXPERTS, KEPT, Case, sample, train, worst
 
 BOUND = {"float64": 1e-10, "float32": 1e-5}
 SGD, ADAMW = {"kind": "sgd"}, {"kind": "adamw", "eps": 1e-6}
+MUON = {"kind": "muon", "eps": 1e-6, "weight_decay": 0.1}
 CASES = {
     "dp": Case(2, {"ep": 1}),
     "dp×ep": Case(4, {"ep": 2}),
@@ -32,6 +33,9 @@ CASES = {
     "deepep": Case(4, {"ep": 2, "dispatcher": "deepep"}, routes="crowd"),
     "deepep, chunks": Case(4, {"ep": 4, "dispatcher": "deepep", "dispatch_chunks": 2}, {"recompute": "full"}, routes="shun"),
     "eight": Case(8, {"replicate": 2, "ep": 4}, {"recompute": "full"}),
+    "muon": Case(4, {"ep": 2}, optim=MUON, clip=0.05),
+    "muon, whole experts": Case(2, {"ep": 1}, optim=MUON),
+    "muon, copies": Case(4, {"replicate": 2, "ep": 1}, optim=MUON),
 }
 
 
