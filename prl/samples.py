@@ -313,6 +313,22 @@ def pack(rollouts: Sequence[Rollout], *, step: int, budget: int, ranks: int, che
     return [Batch(step, counts, ids, [micro_batch(b) for b in rank], checksum) for rank in plan]
 
 
+def pad(mb: MicroBatch, multiple: int) -> MicroBatch:
+    """Lone padding tokens, documents of their own, up to a multiple of tokens."""
+    n = -mb.n_tokens % multiple
+    if not n:
+        return mb
+    blank = _blank(mb.sample)
+    ones = np.ones(n, np.int32)
+    return MicroBatch(
+        sample=concatenate([mb.sample, *[blank] * n]),
+        positions=np.append(mb.positions, 0 * ones),
+        lengths=np.append(mb.lengths, ones),
+        rollout=np.append(mb.rollout, 0 * ones),
+        rollout_tokens=np.append(mb.rollout_tokens, ones),
+    )
+
+
 def _blank(like: Sample) -> Sample:
     """One untrainable token with the optional fields that `like` has."""
     blank = Sample.of_prompt([0])

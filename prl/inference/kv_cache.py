@@ -138,7 +138,7 @@ class CachedBucket:
         device, size = layout.device, layout.block_size
         keys_B = starts_B + counts_B
         n, q, s = len(starts_B), int(counts_B.max()), int(keys_B.max())
-        self._layout, self._rows, self._shape = layout, slice(first, first + int(counts_B.sum())), (n, q)
+        self._rows, self._shape = slice(first, first + int(counts_B.sum())), (n, q)
         places = np.arange(s)
         slots_BS = (table_BN[:, : -(-s // size), None] * size + np.arange(size)).reshape(n, -1)[:, :s]
         slots_BS = np.where(places < keys_B[:, None], slots_BS, 0)
@@ -148,7 +148,7 @@ class CachedBucket:
         mask_BQS = places <= np.where(real_BQ, starts_B[:, None] + steps, 0)[:, :, None]
         self.mask_BQS = torch.from_numpy(mask_BQS).to(device)
         self.key_positions_BS = torch.from_numpy(places).to(device).expand(n, s)
-        # Where every sequence has the same number of queries there is nothing to pad: queries and merge are views.
+        # Where every sequence has the same number of queries there is nothing to pad: split and merge are views.
         self._real = None if real_BQ.all() else torch.from_numpy(np.flatnonzero(real_BQ)).to(device)
 
     def queries(self, x_T: Tensor) -> Tensor:
@@ -158,9 +158,8 @@ class CachedBucket:
             x = x.new_zeros(n * q, *x.shape[1:]).index_copy_(0, self._real, x)
         return x.unflatten(0, self._shape)
 
-    def keys(self, layer: int, name: str, x_T: Tensor) -> Tensor:
-        store = self._layout.store(layer, name, x_T)
-        return store.index_select(0, self._slots).unflatten(0, (self._shape[0], -1))
+    def keys(self, rows_G: Tensor) -> Tensor:
+        return rows_G.index_select(0, self._slots).unflatten(0, (self._shape[0], -1))
 
     def rows(self, part_BQ: Tensor) -> Tensor:
         x = part_BQ.flatten(0, 1)
@@ -191,19 +190,19 @@ class CachedLayout:
         self.sequence_T, self.positions_T = sequence_T, starts_B[sequence_T] + offsets_T
         self.slots_T = table_BN[sequence_T, self.positions_T // block_size] * block_size + self.positions_T % block_size
         self._cache, self._slots = cache, torch.from_numpy(self.slots_T).to(device)
-        self._stores: dict[tuple[int, str], Tensor] = {}
         self.buckets = []
         first = 0
         for members in plan:
             self.buckets.append(CachedBucket(self, first, starts_B[members], counts_B[members], table_BN[members]))
             first += int(counts_B[members].sum())
 
-    def store(self, layer: int, name: str, x_T: Tensor) -> Tensor:
+    def split(self, x_T: Tensor) -> Sequence[Tensor]:
+        return [b.queries(x_T) for b in self.buckets]
+
+    def keys(self, layer: int, name: str, x_T: Tensor) -> Tensor:
         """The store with this forward's rows in it: all are written before the first bucket reads, since a sequence may share
         blocks that another bucket fills in this forward."""
-        if (store := self._stores.get((layer, name))) is None:
-            store = self._stores[layer, name] = self._cache.write(layer, name, self._slots, x_T)
-        return store
+        return self._cache.write(layer, name, self._slots, x_T)
 
     def merge(self, parts_BQ: Sequence[Tensor]) -> Tensor:
         rows = [b.rows(p) for b, p in zip(self.buckets, parts_BQ, strict=True)]

@@ -62,10 +62,10 @@ class SelectionError(ValueError):
 @torch.no_grad()
 def selection_indices(selected_BQS: Tensor, key_positions_BS: Tensor, top_k: int) -> Tensor:
     """int32 [B, Q, K]: positions of the selected keys, ascending, then −1."""
-    none = torch.iinfo(torch.int64).max
-    positions = torch.where(selected_BQS, key_positions_BS[:, None], none).sort(dim=-1).values[..., :top_k]
-    positions = positions.masked_fill(positions == none, -1).to(torch.int32)
-    return torch.nn.functional.pad(positions, (0, top_k - positions.shape[-1]), value=-1)
+    place_BQS = torch.where(selected_BQS, selected_BQS.cumsum(-1, dtype=torch.int32) - 1, top_k).clamp_(max=top_k).long()
+    out = torch.full((*selected_BQS.shape[:2], top_k + 1), -1, dtype=torch.int32, device=selected_BQS.device)
+    out.scatter_(-1, place_BQS, key_positions_BS[:, None].to(torch.int32).expand(selected_BQS.shape))
+    return out[..., :top_k].contiguous()
 
 
 @torch.no_grad()

@@ -1,17 +1,21 @@
 """Grouped-query attention (arXiv 2305.13245) with what Llama, Qwen3 and GLM-4.5 differ in: biases, QK-norm, partial rotary.
 
-Legend: T flat tokens, D hidden width, H query heads, G key heads, C width of a head, B Q S as in `layout`.
+Legend: T flat tokens, D hidden width, H query heads, G key heads, C width of a head, B Q S as in `layout`, R rows with keys.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from prl.layers.block import AttentionLayer, LayerInput, Selection
+from prl.layers.layout import Bucket, Layout
 from prl.layers.norm import RMSNorm
 
 
@@ -28,11 +32,41 @@ class AttentionConfig:
     """RMSNorm of every query and key head before the rotation."""
 
 
+KEEP = 1 << 20
+"""Most query-key pairs of a bucket whose attention keeps what backward needs; of larger ones it is computed again."""
+
+
+class Core(Protocol):
+    """How heads attend, rotated and before the output projection; where ranks share a row, it is theirs."""
+
+    def __call__(self, layer: int, q_THC: Tensor, k_TGC: Tensor, v_TGC: Tensor, layout: Layout, /) -> Tensor:
+        """[T, H, C]."""
+        ...
+
+
+def attend(layer: int, q_THC: Tensor, k_TGC: Tensor, v_TGC: Tensor, layout: Layout) -> Tensor:
+    """Torch's attention, bucket by bucket."""
+    k_RGC, v_RGC = layout.keys(layer, "k", k_TGC), layout.keys(layer, "v", v_TGC)
+    parts = []
+    for bucket, q_BQHC in zip(layout.buckets, layout.split(q_THC), strict=True):
+        args = bucket, q_BQHC, bucket.keys(k_RGC), bucket.keys(v_RGC)
+        large = q_BQHC.shape[0] * q_BQHC.shape[1] * args[2].shape[1] > KEEP
+        parts.append(checkpoint(_attend, *args, use_reentrant=False) if large and torch.is_grad_enabled() else _attend(*args))
+    return layout.merge(parts)
+
+
+def _attend(bucket: Bucket, q_BQHC: Tensor, k_BSGC: Tensor, v_BSGC: Tensor) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q_BQHC, k_BSGC, v_BSGC))
+    grouped = k.shape[1] < q.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=bucket.mask_BQS[:, None], enable_gqa=grouped).transpose(1, 2)
+
+
 class Attention(AttentionLayer):
     def __init__(self, config: AttentionConfig, layer: int):
         super().__init__()
         c = self.config = config
         self.layer = layer
+        self.core: Core = attend
         self.q_proj = nn.Linear(c.hidden, c.heads * c.head_dim, bias=c.qkv_bias)
         self.k_proj = nn.Linear(c.hidden, c.key_heads * c.head_dim, bias=c.qkv_bias)
         self.v_proj = nn.Linear(c.hidden, c.key_heads * c.head_dim, bias=c.qkv_bias)
@@ -56,15 +90,5 @@ class Attention(AttentionLayer):
         return rotate(q_THC), rotate(k_TGC), v_TGC
 
     def forward(self, x_TD: Tensor, inputs: LayerInput) -> tuple[Tensor, Selection | None]:
-        c = self.config
         q_THC, k_TGC, v_TGC = self.project(x_TD, inputs.rotate)
-        parts = []
-        for bucket in inputs.layout.buckets:
-            q_BHQC = bucket.queries(q_THC).transpose(1, 2)
-            k_BGSC = bucket.keys(self.layer, "k", k_TGC).transpose(1, 2)
-            v_BGSC = bucket.keys(self.layer, "v", v_TGC).transpose(1, 2)
-            y_BHQC = F.scaled_dot_product_attention(
-                q_BHQC, k_BGSC, v_BGSC, attn_mask=bucket.mask_BQS[:, None], enable_gqa=c.key_heads < c.heads
-            )
-            parts.append(y_BHQC.transpose(1, 2).flatten(2))
-        return self.o_proj(inputs.layout.merge(parts)), inputs.selection
+        return self.o_proj(self.core(self.layer, q_THC, k_TGC, v_TGC, inputs.layout).flatten(1)), inputs.selection

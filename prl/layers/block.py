@@ -21,8 +21,9 @@ from prl.layers.router import Replay
 class Selection(NamedTuple):
     """The keys that a DSA layer kept."""
 
-    masks_BQS: tuple[Tensor, ...]
-    """Per bucket, bool [B, Q, S]: the layout's mask and the selection."""
+    kept: tuple[Tensor, ...]
+    """Per bucket, bool [B, Q, S]: the layout's mask and the selection; of long buckets, int32 [B, Q, index_topk]: which of the
+    S keys, ascending, then −1."""
     indices_TK: Tensor | None
     """int32 [T, index_topk], where asked for."""
 
@@ -55,7 +56,7 @@ class AttentionLayer(nn.Module):
     """Base of the attention layers."""
 
     def cache_spec(self) -> list[tuple[int, str, tuple[int, ...]]]:
-        """(layer, name, shape of a token's row) of everything that `forward` passes to `Bucket.keys`."""
+        """(layer, name, shape of a token's row) of everything that `forward` passes to `Layout.keys`."""
         raise NotImplementedError
 
     def forward(self, x_TD: Tensor, inputs: LayerInput) -> tuple[Tensor, Selection | None]:

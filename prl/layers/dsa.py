@@ -5,7 +5,7 @@ Legend: T tokens, D hidden width, L width of the query latent, H index heads, W 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,9 @@ from torch import Tensor, nn
 from prl.kernels.indexer import index_scores, index_select, selection_indices, selection_mask
 from prl.kernels.numerics import wide
 from prl.layers.block import LayerInput, Selection
+
+SPARSE = 4096
+"""Buckets of at least so many keys, and twice what the indexer keeps, are attended to by index, not by mask."""
 
 
 class Indexer(nn.Module):
@@ -30,28 +33,31 @@ class Indexer(nn.Module):
 
     @torch.no_grad()
     def forward(self, x_TD: Tensor, q_TL: Tensor, inputs: LayerInput) -> Selection:
-        buckets = inputs.layout.buckets
+        layout, top_k = inputs.layout, self.top_k
         key_TW = self._rotate(self.k_norm(self.wk(x_TD))[:, None], inputs.rotate)[:, 0]
-        keys = [b.keys(self.layer, "index", key_TW) for b in buckets]
         # Computed whatever the lengths: sharded apart, its weight is gathered by all ranks or by none.
         weights_TH = self.weights_proj(x_TD.to(wide(x_TD))) * (self.n_heads * self.width) ** -0.5
-        if all(k.shape[1] <= self.top_k for k in keys):
-            masks = [b.mask_BQS for b in buckets]  # every key is kept, whatever its score
-        else:
+        rows_GW = layout.keys(self.layer, "index", key_TW)
+        n_keys = [b.key_positions_BS.shape[1] for b in layout.buckets]
+        nothing = [None] * len(n_keys)
+        queries: Sequence[Tensor | None] = nothing
+        weights: Sequence[Tensor | None] = nothing
+        if any(n > top_k for n in n_keys):
             q_THW = self._rotate(self.wq_b(q_TL).unflatten(-1, (self.n_heads, self.width)), inputs.rotate)
-            masks = [
-                index_select(index_scores(b.queries(q_THW), k, b.queries(weights_TH)), b.mask_BQS, self.top_k)
-                if k.shape[1] > self.top_k
-                else b.mask_BQS
-                for b, k in zip(buckets, keys, strict=True)
-            ]
-        if inputs.recorded_TK is not None:
-            masks = [
-                selection_mask(b.queries(inputs.recorded_TK), b.key_positions_BS, m) & b.mask_BQS
-                for b, m in zip(buckets, masks, strict=True)
-            ]
-        indices_TK = None
-        if inputs.record_selections:
-            parts = [selection_indices(m, b.key_positions_BS, self.top_k) for b, m in zip(buckets, masks, strict=True)]
-            indices_TK = inputs.layout.merge(parts)
-        return Selection(tuple(masks), indices_TK)
+            queries, weights = layout.split(q_THW), layout.split(weights_TH)
+        recorded = nothing if inputs.recorded_TK is None else layout.split(inputs.recorded_TK)
+        kept, indices = [], []
+        for b, n, q_BQHW, weights_BQH, recorded_BQK in zip(layout.buckets, n_keys, queries, weights, recorded, strict=True):
+            mask_BQS = selected_BQS = b.mask_BQS
+            if n > top_k and q_BQHW is not None and weights_BQH is not None:  # else every key is kept, whatever its score
+                selected_BQS = index_select(index_scores(q_BQHW, b.keys(rows_GW), weights_BQH), mask_BQS, top_k)
+            if recorded_BQK is not None:
+                selected_BQS = selection_mask(recorded_BQK, b.key_positions_BS, selected_BQS) & mask_BQS
+            if inputs.record_selections:
+                indices.append(selection_indices(selected_BQS, b.key_positions_BS, top_k))
+            if n >= max(SPARSE, 2 * top_k):
+                place_BS = torch.arange(n, device=mask_BQS.device).expand(len(mask_BQS), -1)
+                kept.append(selection_indices(selected_BQS, place_BS, top_k))
+            else:
+                kept.append(selected_BQS)
+        return Selection(tuple(kept), layout.merge(indices) if indices else None)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from prl.kernels.latent_attention import latent_attention
+from prl.kernels.latent_attention import latent_attention, sparse_latent_attention
 from prl.layers.block import AttentionLayer, LayerInput, Selection
 from prl.layers.dsa import Indexer
 from prl.layers.norm import RMSNorm
@@ -74,10 +74,11 @@ class MLA(AttentionLayer):
         q_THX = self.expand(q_TL, up_HNC, inputs.rotate)
 
         scale = (self.nope_width + self.rope_width) ** -0.5
-        parts = []
-        for bucket, mask_BQS in zip(inputs.layout.buckets, selection.masks_BQS, strict=True):
-            keys_BSX = bucket.keys(self.layer, "kv", key_TX)
-            out_BQHC = latent_attention(bucket.queries(q_THX), keys_BSX, mask_BQS, self.kv_latent, scale)
+        layout, parts = inputs.layout, []
+        rows_GX = layout.keys(self.layer, "kv", key_TX)
+        for bucket, q_BQHX, kept in zip(layout.buckets, layout.split(q_THX), selection.kept, strict=True):
+            attend = latent_attention if kept.dtype == torch.bool else sparse_latent_attention
+            out_BQHC = attend(q_BQHX, bucket.keys(rows_GX), kept, self.kv_latent, scale)
             out_HPV = torch.bmm(out_BQHC.flatten(0, 1).transpose(0, 1), up_HVC.transpose(1, 2))
-            parts.append(out_HPV.transpose(0, 1).reshape(*mask_BQS.shape[:2], -1))
-        return self.o_proj(inputs.layout.merge(parts)), selection
+            parts.append(out_HPV.transpose(0, 1).reshape(*q_BQHX.shape[:2], -1))
+        return self.o_proj(layout.merge(parts)), selection

@@ -82,7 +82,7 @@ class Model(nn.Module):
         return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
     def cache_spec(self) -> list[tuple[int, str, tuple[int, ...]]]:
-        """(layer, name, shape of a token's row) of everything that attention passes to `Bucket.keys`."""
+        """(layer, name, shape of a token's row) of everything that attention passes to `Layout.keys`."""
         return [entry for block in self.layers for entry in cast(Block, block).self_attn.cache_spec()]
 
     def forward(self, inputs: ForwardInput) -> ForwardOutput:

@@ -6,6 +6,7 @@ gathered when they are needed. Every architecture is made of the same blocks, so
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from functools import partial
 
@@ -19,9 +20,13 @@ from prl.distributed.deepep import DeepEP
 from prl.distributed.expert import AllToAll
 from prl.distributed.mesh import Mesh
 from prl.distributed.sharded import across_experts
+from prl.layers import context
+from prl.layers.attention import Attention
 from prl.layers.moe import Dispatcher, Experts
 from prl.models.base import Model
 from prl.models.spec import ModelSpec
+
+log = logging.getLogger(__name__)
 
 
 def split_experts(model: Model, mesh: Mesh, settings: schema.Mesh) -> None:
@@ -45,6 +50,18 @@ def _dispatcher(spec: ModelSpec, group: ProcessGroup, device: torch.device, sett
     if settings.dispatcher == "deepep":
         return DeepEP(group, spec.n_experts, spec.hidden_size, device, chunks, fp8)
     return AllToAll(group, spec.n_experts, chunks, fp8)
+
+
+def share_rows(model: Model, mesh: Mesh) -> None:
+    """Attention that works where the ranks of a stream share its rows; latent attention needs nothing but the layout."""
+    ranks = mesh.shape.context
+    if ranks == 1:
+        return
+    for attention in (m for m in model.modules() if isinstance(m, Attention)):
+        c = attention.config
+        attention.core = context.core(ranks, c.heads, c.key_heads)
+        if attention.core is context.ring and attention.layer == 0 and mesh.main:
+            log.warning("%d heads with %d key heads do not divide by cp = %d: ring attention", c.heads, c.key_heads, ranks)
 
 
 def parallelize(

@@ -22,7 +22,7 @@ from prl.kernels.weights import gather_as_fp8, weights_changed
 from prl.layers.moe import Experts, set_precision
 from prl.models.base import ForwardInput, ForwardOutput, Model
 from prl.models.hf import read_hf
-from prl.models.parallelize import parallelize, split_experts, whole
+from prl.models.parallelize import parallelize, share_rows, split_experts, whole
 from prl.models.recompute import recompute
 from prl.models.registry import build, draw
 from prl.models.spec import read_spec
@@ -77,6 +77,7 @@ class TrainState:
         for name, p in model.named_parameters():
             p.requires_grad_(not any(f.fullmatch(name) for f in frozen))
         split_experts(model, mesh, config.trainer.mesh)
+        share_rows(model, mesh)
         recompute(model, config.trainer.recompute, config.trainer.recompute_targets)
         self.policy = Policy(model, config.trainer.lm_head_chunk)
         offload = config.trainer.offload

@@ -2,7 +2,8 @@
 
 Legend: T tokens of a micro-batch, D its documents, N the positions whose logits score a trainable token, L MoE layers,
 E experts, A layers with an indexer, S keys it keeps. `logits[t - 1]` score token t, so what speaks of token t is moved to
-t - 1 by `shift_left`, and only there.
+t - 1 by `shift_left`, and only there. Where ranks share the micro-batch (context parallelism), T are this rank's tokens and M
+its positions of the N; the loss is that of all N on every rank, so that no loss knows of it.
 """
 
 from __future__ import annotations
@@ -16,30 +17,37 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from prl.config.schema import Loss
 from prl.config.schema import Trainer as TrainerConfig
+from prl.distributed.context import Shard, gather_some
 from prl.distributed.mesh import Mesh
 from prl.kernels.indexer import selection_flips
 from prl.layers.layout import PackedLayout
 from prl.layers.router import update_correction_bias
-from prl.models.base import ForwardInput
-from prl.samples import CE, Batch, Counts, MicroBatch, shift_left
+from prl.models.base import ForwardInput, ForwardOutput
+from prl.samples import CE, Batch, Counts, MicroBatch, pad, shift_left
 from prl.trainer import losses, optim
 from prl.trainer.losses import LossFunction, LossInputs
-from prl.trainer.state import TrainState
+from prl.trainer.state import Policy, TrainState
 
 
 @dataclass(slots=True, frozen=True)
 class Inputs:
-    """A micro-batch on the device. Where nothing is trainable, N is 1, masked out, so that every rank runs the same graph."""
+    """A micro-batch on the device. Where nothing is trainable, N is 1, masked out, so that every rank runs the same graph;
+    so is M where this rank has none of them."""
 
     forward: ForwardInput
-    rows_N: Tensor
+    rows_M: Tensor
     """int64, the position whose logits score the token; the others speak of that token."""
-    labels_N: Tensor
-    temperature_N: Tensor
+    labels_M: Tensor
+    temperature_M: Tensor
+    scores: Scores | None
+    """How the others' logprobs come here; None where there are none."""
+    recorded_TAS: Tensor | None
+    """The engine's selections, where they are not replayed."""
     old_logprobs_N: Tensor
     advantages_N: Tensor
     versions_N: Tensor
@@ -48,6 +56,20 @@ class Inputs:
     ce_N: Tensor
     """bool, read by cross-entropy and not by the RL loss."""
     rollout_tokens_D: Tensor
+
+
+@dataclass(slots=True, frozen=True)
+class Scores:
+    """Puts together what the ranks of a stream know of the N: `counts` of each, and the order of all, rank by rank."""
+
+    group: dist.ProcessGroup
+    counts: list[int]
+    order_N: Tensor
+
+    def __call__(self, logprobs_M: Tensor, entropy_M: Tensor) -> tuple[Tensor, Tensor]:
+        both_N2 = gather_some(torch.stack((logprobs_M, entropy_M), 1), self.counts, self.order_N, self.group)
+        logprobs_N, entropy_N = both_N2.unbind(1)
+        return logprobs_N, entropy_N
 
 
 @dataclass(slots=True, frozen=True)
@@ -61,8 +83,15 @@ class StepReport:
     metrics: dict[str, Any]
 
 
-def inputs(mb: MicroBatch, device: torch.device, *, replay: bool, replay_selections: bool) -> Inputs:
-    """Tensors of a micro-batch. ValueError where a document's first token is trainable: no logits score it."""
+def inputs(
+    mb: MicroBatch, device: torch.device, *, replay: bool, replay_selections: bool, context: dist.ProcessGroup | None = None
+) -> Inputs:
+    """Tensors of a micro-batch, or of what a rank of `context` has of it. ValueError where a document's first token is
+    trainable: no logits score it."""
+    shard = None
+    if context is not None:
+        mb = pad(mb, 2 * context.size())
+        shard = Shard(context, mb.n_tokens, device)
     s = mb.sample
     starts = np.cumsum(mb.lengths) - mb.lengths
     if s.trainable[starts[mb.lengths > 0]].any():
@@ -72,31 +101,42 @@ def inputs(mb: MicroBatch, device: torch.device, *, replay: bool, replay_selecti
     if empty:
         rows = np.zeros(1, np.int64)
     documents = np.repeat(np.arange(len(mb.lengths)), mb.lengths)
+    here = np.arange(mb.n_tokens) if shard is None else shard.here_L.numpy()
+    mine = np.flatnonzero(np.isin(here, rows))
+    idle = empty or len(mine) == 0
+    if idle:
+        mine = np.zeros(1, np.int64)
 
     def whole(a: np.ndarray) -> Tensor:
         return torch.from_numpy(a).to(device)
 
-    def scored(a: np.ndarray) -> Tensor:
-        return whole(shift_left(a)[rows])
+    def part(a: np.ndarray) -> Tensor:
+        return whole(a if shard is None else a[here])
+
+    def scored(a: np.ndarray, at: np.ndarray = rows) -> Tensor:
+        return whole(shift_left(a)[at])
 
     routes = s.routes if replay else None
     if routes is not None and routes.dtype == np.uint16:  # torch has next to no ops for it
         routes = routes.astype(np.int32)
     padding = np.repeat(mb.lengths == 1, mb.lengths)  # a lone token trains nothing: the filler of a rank without work
+    selections = None if s.selections is None else part(s.selections)
     return Inputs(
         forward=ForwardInput(
-            tokens_T=whole(s.tokens.astype(np.int64)),
-            positions_T=whole(mb.positions.astype(np.int64)),
-            layout=PackedLayout(mb.lengths.tolist(), device),
-            routes_TLK=None if routes is None else whole(routes),
-            routed_T=None if routes is None else whole(s.routed),
-            padding_T=whole(padding) if padding.any() else None,
-            selections_TAS=whole(s.selections) if replay_selections and s.selections is not None else None,
-            record_selections=not replay_selections and s.selections is not None,
+            tokens_T=part(s.tokens.astype(np.int64)),
+            positions_T=part(mb.positions.astype(np.int64)),
+            layout=PackedLayout(mb.lengths.tolist(), device, shard=shard),
+            routes_TLK=None if routes is None else part(routes),
+            routed_T=None if routes is None else part(s.routed),
+            padding_T=part(padding) if padding.any() else None,
+            selections_TAS=selections if replay_selections else None,
+            record_selections=not replay_selections and selections is not None,
         ),
-        rows_N=whole(rows),
-        labels_N=torch.full((1,), -100, device=device) if empty else scored(s.tokens.astype(np.int64)),
-        temperature_N=torch.ones(1, device=device) if empty else scored(s.temperature),
+        rows_M=whole(mine),
+        labels_M=torch.full((1,), -100, device=device) if idle else scored(s.tokens.astype(np.int64), here[mine]),
+        temperature_M=torch.ones(1, device=device) if idle else scored(s.temperature, here[mine]),
+        scores=None if shard is None else _scores(shard, rows, device),
+        recorded_TAS=None if replay_selections else selections,
         old_logprobs_N=scored(s.logprobs),
         advantages_N=scored(s.advantages),
         versions_N=scored(s.versions),
@@ -105,6 +145,19 @@ def inputs(mb: MicroBatch, device: torch.device, *, replay: bool, replay_selecti
         ce_N=scored(s.loss_stream) == CE,
         rollout_tokens_D=whole(mb.rollout_tokens),
     )
+
+
+def _scores(shard: Shard, rows: np.ndarray, device: torch.device) -> Scores:
+    held = [place[np.isin(place, rows)] for place in shard.places_RL.numpy()]
+    return Scores(shard.group, [len(h) for h in held], torch.from_numpy(np.argsort(np.concatenate(held))).to(device))
+
+
+def forward(policy: Policy, x: Inputs) -> tuple[Tensor, Tensor, ForwardOutput]:
+    """(logprob [N], entropy [N], the model's output for this rank's tokens)."""
+    logprobs_M, entropy_M, out = policy(x.forward, x.rows_M, x.labels_M, x.temperature_M)
+    if x.scores is None:
+        return logprobs_M, entropy_M, out
+    return *x.scores(logprobs_M, entropy_M), out
 
 
 def loss_share(
@@ -165,10 +218,13 @@ def quantiles(d: Tensor) -> dict[str, float]:
 
 
 class Seen:
-    """What the micro-batches of a step showed: sums, and the mismatch of every RL token."""
+    """What the micro-batches of a step showed: sums, and the mismatch of every RL token.
 
-    def __init__(self, version: int, device: torch.device):
-        self.version, self.device = version, device
+    Of what all ranks of a stream know the same, the first one speaks, so that nothing is counted twice.
+    """
+
+    def __init__(self, version: int, mesh: Mesh):
+        self.version, self.device, self.speaks = version, mesh.device, mesh.place == 0
         self.sums: dict[str, Tensor | float] = {}
         self.d: list[Tensor] = []
         self.expert_counts_LE: Tensor | None = None
@@ -180,8 +236,9 @@ class Seen:
         d_N = (logprobs_N.detach().double() - x.old_logprobs_N)[rl_N]
         own_N = (x.versions_N == self.version)[rl_N]
         kl_N = mismatch(d_N)
-        self.d.append(d_N)
-        self._sum(
+        self.d.append(d_N if self.speaks else d_N[:0])
+        self._sum(**selection_counts(x.recorded_TAS, own_TAS))
+        self._sum_once(
             loss=loss.detach(),
             entropy=torch.where(x.mask_N, entropy_N.detach(), 0.0).sum(),
             nonfinite=(~logprobs_N.detach().isfinite() & x.mask_N).sum(),
@@ -191,7 +248,6 @@ class Seen:
             own=own_N.sum(),
             kl_own=kl_N[own_N].sum(),
             **route_counts(mb, replayed=x.forward.routed_T is not None),
-            **selection_counts(mb.sample.selections, own_TAS),
         )
 
     def add_counts(self, counts_LE: Tensor | None) -> None:
@@ -200,7 +256,10 @@ class Seen:
             self.expert_counts_LE = counts_LE if self.expert_counts_LE is None else self.expert_counts_LE + counts_LE
 
     def add_loss_metrics(self, metrics: Mapping[str, Tensor]) -> None:
-        self._sum(**{f"loss_{name}": value.detach() for name, value in metrics.items()})
+        self._sum_once(**{f"loss_{name}": value.detach() for name, value in metrics.items()})
+
+    def _sum_once(self, **values: Tensor | float) -> None:
+        self._sum(**(values if self.speaks else dict.fromkeys(values, 0.0)))
 
     def _sum(self, **values: Tensor | float) -> None:
         for name, value in values.items():
@@ -268,13 +327,12 @@ def route_counts(mb: MicroBatch, *, replayed: bool) -> dict[str, float]:
     }
 
 
-def selection_counts(recorded_TAS: np.ndarray | None, own_TAS: Tensor | None) -> dict[str, Tensor | float]:
+def selection_counts(recorded_TAS: Tensor | None, own_TAS: Tensor | None) -> dict[str, Tensor | float]:
     """Recorded selections, of a row and a layer each, and those of them that keep other keys than the trainer's indexer."""
     if recorded_TAS is None or own_TAS is None:
         return {"selections": 0, "selection_flips": 0}
-    engine_TAS = torch.from_numpy(recorded_TAS).to(own_TAS.device)
-    recorded_TA = (engine_TAS >= 0).any(-1)
-    flips_TA = selection_flips(engine_TAS, own_TAS) & recorded_TA
+    recorded_TA = (recorded_TAS >= 0).any(-1)
+    flips_TA = selection_flips(recorded_TAS, own_TAS) & recorded_TA
     return {"selections": recorded_TA.sum(), "selection_flips": flips_TA.sum()}
 
 
@@ -289,11 +347,12 @@ class Stepper:
         """Train on one rank's part of a batch; every rank calls it. Afterwards `state.step` is `batch.step`."""
         state, mesh, config = self.state, self.state.mesh, self.config
         t0 = time.perf_counter()
-        seen = Seen(state.version, mesh.device)
+        replay = {"replay": config.router_replay, "replay_selections": config.replay_selections}
+        seen = Seen(state.version, mesh)
         with state.computing() as policy:
             for mb in batch.micro_batches:
-                x = inputs(mb, mesh.device, replay=config.router_replay, replay_selections=config.replay_selections)
-                logprobs_N, entropy_N, out = policy(x.forward, x.rows_N, x.labels_N, x.temperature_N)
+                x = inputs(mb, mesh.device, context=mesh.context, **replay)
+                logprobs_N, entropy_N, out = forward(policy, x)
                 loss, loss_metrics = loss_share(x, logprobs_N, entropy_N, batch.counts, config.loss, self.function)
                 loss.backward()
                 seen.add(mb, x, loss, logprobs_N, entropy_N, out.selections_TAS)
@@ -332,14 +391,16 @@ class Stepper:
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> float:
         """The loss of a batch, nothing trained; every rank calls it with its part."""
-        total = torch.zeros((), dtype=torch.float64, device=self.state.mesh.device)
+        mesh = self.state.mesh
+        total = torch.zeros((), dtype=torch.float64, device=mesh.device)
         with self.state.computing() as policy:
             for mb in batch.micro_batches:
-                x = inputs(mb, self.state.mesh.device, replay=False, replay_selections=False)
-                logprobs_N, entropy_N, _ = policy(x.forward, x.rows_N, x.labels_N, x.temperature_N)
-                total += loss_share(x, logprobs_N, entropy_N, batch.counts, self.config.loss, self.function)[0]
+                x = inputs(mb, mesh.device, replay=False, replay_selections=False, context=mesh.context)
+                logprobs_N, entropy_N, _ = forward(policy, x)
+                loss, _ = loss_share(x, logprobs_N, entropy_N, batch.counts, self.config.loss, self.function)
+                total += loss if mesh.place == 0 else 0.0
                 self.beat()
-        return float(self.state.mesh.sum(total))
+        return float(mesh.sum(total))
 
 
 def why_skip(loss: float, norm: float, nonfinite: int) -> str:

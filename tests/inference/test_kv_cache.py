@@ -93,8 +93,9 @@ def test_layout_writes_gathers_and_merges(rng: np.random.Generator) -> None:
         for i, p, r in zip(layout.sequence_T, layout.positions_T, x.numpy(), strict=True):
             rows[int(i), int(p)] = r
         members = iter(layout.order)
-        for bucket in layout.buckets:
-            keys, q = bucket.keys(0, "k", x).numpy(), bucket.queries(x)
+        store, queries = layout.keys(0, "k", x), layout.split(x)
+        for bucket, q in zip(layout.buckets, queries, strict=True):
+            keys = bucket.keys(store).numpy()
             for b in range(q.shape[0]):
                 i = int(next(members))
                 length = int(starts[i] + counts[i])
@@ -106,7 +107,7 @@ def test_layout_writes_gathers_and_merges(rng: np.random.Generator) -> None:
                     sees = starts[i] + j + 1 if j < counts[i] else 1
                     assert mask[j].tolist() == [p < sees for p in range(mask.shape[1])]
                 assert not q[b, counts[i] :].any()
-        assert torch.equal(layout.merge([b.queries(x) for b in layout.buckets]), x)
+        assert torch.equal(layout.merge(queries), x)
 
     forward(np.zeros(n, np.int64), np.maximum(starts, 1))
     forward(starts, counts)

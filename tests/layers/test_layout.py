@@ -11,11 +11,11 @@ LENGTHS = st.lists(st.integers(0, 40), min_size=1, max_size=12)
 
 @given(LENGTHS)
 @settings(max_examples=40, deadline=None)
-def test_queries_and_merge_are_inverse(lengths):
+def test_split_and_merge_are_inverse(lengths):
     layout = PackedLayout(lengths)
     x_T = torch.arange(1, sum(lengths) + 1)
     if x_T.numel():
-        assert torch.equal(layout.merge([b.queries(x_T) for b in layout.buckets]), x_T)
+        assert torch.equal(layout.merge(layout.split(x_T)), x_T)
     assert sum(b.mask_BQS.shape[0] for b in layout.buckets) == sum(n > 0 for n in lengths)
 
 
@@ -24,9 +24,10 @@ def test_queries_and_merge_are_inverse(lengths):
 def test_a_token_sees_its_document_up_to_itself(lengths):
     layout = PackedLayout(lengths)
     document_T = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
-    for bucket in layout.buckets:
-        document_BQ = bucket.queries(document_T)
-        token_BQ = bucket.queries(torch.arange(sum(lengths)))
+    if not layout.buckets:
+        return
+    tokens = layout.split(torch.arange(sum(lengths)))
+    for bucket, document_BQ, token_BQ in zip(layout.buckets, layout.split(document_T), tokens, strict=True):
         for b in range(len(document_BQ)):
             n = lengths[int(document_BQ[b, 0])]
             assert (document_BQ[b] == document_BQ[b, 0]).all()
@@ -47,7 +48,8 @@ def test_gradients_of_padding_and_merging():
     x_T = torch.randn(69, 2, dtype=torch.float64, requires_grad=True)
 
     def there_and_back(x_T):
-        parts = [b.queries(x_T) * b.keys(0, "k", x_T).cumsum(1) for b in layout.buckets]
+        rows = layout.keys(0, "k", x_T)
+        parts = [q * b.keys(rows).cumsum(1) for b, q in zip(layout.buckets, layout.split(x_T), strict=True)]
         return layout.merge([p * torch.arange(1, 1 + len(p))[:, None, None] for p in parts])
 
     assert torch.autograd.gradcheck(there_and_back, (x_T,))

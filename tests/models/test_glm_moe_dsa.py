@@ -10,6 +10,7 @@ from prl.kernels import registry
 from prl.kernels.indexer import selection_flips
 from prl.kernels.lm_head import logprobs
 from prl.kernels.router import RouteError
+from prl.layers import dsa, layout
 from prl.layers.layout import PackedLayout
 from prl.models.base import ForwardInput
 from prl.models.registry import build, init_weights
@@ -320,7 +321,7 @@ def test_a_layer_without_an_indexer_uses_the_selection_before_it():
     model = make(CONFIG | {"indexer_types": ["full", "shared", "full", "shared"]})
     masks = {}
     for i, block in enumerate(model.layers):
-        block.register_forward_hook(lambda m, args, out, i=i: masks.__setitem__(i, out.selection.masks_BQS[0]))
+        block.register_forward_hook(lambda m, args, out, i=i: masks.__setitem__(i, out.selection.kept[0]))
     inputs = given([60], record_selections=True)
     model(inputs)
     assert torch.equal(masks[0], masks[1]) and torch.equal(masks[2], masks[3])
@@ -335,3 +336,25 @@ def test_a_layer_without_an_indexer_uses_the_selection_before_it():
         (2, "index"),
         (3, "kv"),
     ]
+
+
+@pytest.mark.parametrize("replay", [False, True])
+def test_attention_by_index_and_in_pieces_changes_nothing(replay, monkeypatch):
+    """Documents cut into pieces of queries, keys attended to by index: outputs, selections, gradients."""
+    model = make(CONFIG, dtype=torch.float64)
+    inputs = given([60, 3, 33], record_selections=True)
+    if replay:
+        recorded = make(CONFIG, dtype=torch.float64, seed=1)(inputs).selections_TAS
+        recorded[::7] = -1
+        inputs = replace(inputs, selections_TAS=recorded)
+    plain = model(inputs)
+    expected = torch.autograd.grad(plain.hidden_TD.square().sum(), list(model.parameters()), allow_unused=True)
+    monkeypatch.setattr(layout, "BOUND", 300)
+    monkeypatch.setattr(dsa, "SPARSE", 0)
+    cut = model(replace(inputs, layout=PackedLayout([60, 3, 33])))
+    torch.testing.assert_close(cut.hidden_TD, plain.hidden_TD, rtol=0, atol=1e-12)
+    assert torch.equal(cut.selections_TAS, plain.selections_TAS)
+    got = torch.autograd.grad(cut.hidden_TD.square().sum(), list(model.parameters()), allow_unused=True)
+    for a, b in zip(got, expected, strict=True):
+        if b is not None:
+            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)

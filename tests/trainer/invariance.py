@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -48,6 +48,44 @@ GLM_5: dict[str, Any] = {
     "tie_word_embeddings": False,
     "initializer_range": 0.1,
 }
+GROUPED: dict[str, Any] = {
+    "vocab_size": 48,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": MOE_LAYERS,
+    "num_experts_per_tok": TOP_K,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "tie_word_embeddings": False,
+    "initializer_range": 0.1,
+}
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "glm_5": GLM_5,
+    "glm_4.5": GROUPED
+    | {
+        "architectures": ["Glm4MoeForCausalLM"],
+        "model_type": "glm4_moe",
+        "num_hidden_layers": MOE_LAYERS + 1,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": EXPERTS,
+        "n_shared_experts": 1,
+        "attention_bias": False,  # a key's has next to no gradient: what is left of it is rounding
+        "partial_rotary_factor": 0.5,
+    },
+    "qwen3, three heads": GROUPED
+    | {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_experts": EXPERTS,
+        "norm_topk_prob": True,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+    },
+}
 
 
 @dataclass(frozen=True)
@@ -66,19 +104,21 @@ class Case:
     rollouts: int = 12
     routes: str = "random"
     """random, crowd (every token goes to expert 0), shun (no token goes to expert 7)."""
+    architecture: str = "glm_5"
+    loss: dict[str, Any] = field(default_factory=dict)
 
     def alone(self) -> Case:
         """The same on one process."""
-        return Case(dtype=self.dtype, optim=self.optim, clip=self.clip, rollouts=self.rollouts, routes=self.routes)
+        return replace(self, ranks=1, mesh={}, trainer={}, pack_tokens=Case.pack_tokens)
 
     def config(self) -> RunConfig:
         optim = {"lr": 1e-3, "clip": self.clip, **self.optim}
         trainer = {"ranks": self.ranks, "mesh": self.mesh, "pack_tokens": self.pack_tokens, "replay_selections": True}
         return RunConfig.model_validate(
             {
-                "model": {"architecture": GLM_5, "dtype": self.dtype},
+                "model": {"architecture": ARCHITECTURES[self.architecture], "dtype": self.dtype},
                 "tokenizer": {"characters": "abcdefghij", "vocab_size": 48},
-                "trainer": trainer | self.trainer | {"optim": optim},
+                "trainer": trainer | self.trainer | {"optim": optim, "loss": self.loss},
             }
         )
 

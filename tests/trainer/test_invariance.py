@@ -20,6 +20,7 @@ from tests.trainer.invariance import EXPERTS, KEPT, Case, sample, train, worst
 BOUND = {"float64": 1e-10, "float32": 1e-5}
 SGD, ADAMW = {"kind": "sgd"}, {"kind": "adamw", "eps": 1e-6}
 MUON = {"kind": "muon", "eps": 1e-6, "weight_decay": 0.1}
+GSPO = {"kind": "gspo", "normalise": "sequence"}
 CASES = {
     "dp": Case(2, {"ep": 1}),
     "dp×ep": Case(4, {"ep": 2}),
@@ -32,6 +33,12 @@ CASES = {
     "chunks": Case(4, {"ep": 4, "dispatch_chunks": 3}, rollouts=2),
     "deepep": Case(4, {"ep": 2, "dispatcher": "deepep"}, routes="crowd"),
     "deepep, chunks": Case(4, {"ep": 4, "dispatcher": "deepep", "dispatch_chunks": 2}, {"recompute": "full"}, routes="shun"),
+    "cp": Case(2, {"cp": 2, "ep": 1}),
+    "dp×ep×cp": Case(4, {"cp": 2, "ep": 2}, pack_tokens=28),
+    "cp of fewer tokens, gspo": Case(4, {"cp": 4, "ep": 4}, rollouts=2, pack_tokens=28, loss=GSPO),
+    "ulysses": Case(4, {"cp": 4, "ep": 2}, architecture="glm_4.5"),
+    # Rollouts whose loss does not nearly cancel: float32 on one process then keeps the bound to float64 too.
+    "ring": Case(4, {"cp": 2}, architecture="qwen3, three heads", rollouts=9),
     "eight": Case(8, {"replicate": 2, "ep": 4}, {"recompute": "full"}),
     "muon": Case(4, {"ep": 2}, optim=MUON, clip=0.05),
     "muon, whole experts": Case(2, {"ep": 1}, optim=MUON),

@@ -73,7 +73,7 @@ def test_less_is_kept(kind: str) -> None:
 
         x = inputs(batch.micro_batches[0], torch.device("cpu"), replay=True, replay_selections=True)
         with torch.autograd.graph.saved_tensors_hooks(pack_, lambda t: t):
-            out = stepper.state.policy(x.forward, x.rows_N, x.labels_N, x.temperature_N)
+            out = stepper.state.policy(x.forward, x.rows_M, x.labels_M, x.temperature_M)
         del out
         return sum(found.values())
 

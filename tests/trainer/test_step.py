@@ -33,7 +33,7 @@ def gradients(batches: list[Batch], **trainer: object) -> tuple[float, dict[str,
     total = 0.0
     for mb in (mb for b in batches for mb in b.micro_batches):
         x = inputs(mb, ALONE.device, replay=True, replay_selections=False)
-        logprobs, entropy, _ = state.policy(x.forward, x.rows_N, x.labels_N, x.temperature_N)
+        logprobs, entropy, _ = state.policy(x.forward, x.rows_M, x.labels_M, x.temperature_M)
         loss, _ = loss_share(x, logprobs, entropy, batches[0].counts, c.trainer.loss, function)
         loss.backward()
         total += float(loss.detach())
@@ -50,10 +50,10 @@ def test_a_token_is_scored_by_the_logits_before_it_at_its_own_temperature() -> N
     (mb,) = batch.micro_batches
     x = inputs(mb, ALONE.device, replay=False, replay_selections=False)
     at = int(mb.lengths[: list(mb.rollout).index(1)].sum())
-    mine = (x.rows_N >= at) & (x.rows_N < at + 5)
-    assert (x.rows_N[mine] - at).tolist() == [1, 2, 3]
-    assert x.labels_N[mine].tolist() == s.tokens[2:5].tolist()
-    got = state.policy(x.forward, x.rows_N, x.labels_N, x.temperature_N)[0][mine]
+    mine = (x.rows_M >= at) & (x.rows_M < at + 5)
+    assert (x.rows_M[mine] - at).tolist() == [1, 2, 3]
+    assert x.labels_M[mine].tolist() == s.tokens[2:5].tolist()
+    got = state.policy(x.forward, x.rows_M, x.labels_M, x.temperature_M)[0][mine]
 
     tokens = torch.from_numpy(s.tokens.astype(np.int64))
     hidden = state.model(ForwardInput(tokens, torch.arange(5), PackedLayout([5]))).hidden_TD
@@ -98,13 +98,13 @@ def test_normalisation_uses_the_whole_batch(normalise: str, expected: float) -> 
     for batch in pack(rs, step=1, budget=12, ranks=2):
         (mb,) = batch.micro_batches
         x = inputs(mb, ALONE.device, replay=False, replay_selections=False)
-        value = 1.0 if len(x.rows_N) == 10 else 5.0
+        value = 1.0 if len(x.rows_M) == 10 else 5.0
 
         def constant(given: losses.LossInputs, value: float = value) -> losses.LossOutput:
             return losses.LossOutput(torch.full_like(given.logprobs, value))
 
         config_ = DPPO.model_copy(update={"normalise": normalise, "options": {}})
-        zeros = torch.zeros(len(x.rows_N), dtype=torch.float64)
+        zeros = torch.zeros(len(x.rows_M), dtype=torch.float64)
         total += float(loss_share(x, zeros, zeros, batch.counts, config_, constant)[0])
     assert total == pytest.approx(expected, abs=1e-12)
 
@@ -113,13 +113,13 @@ def test_ce_tokens_get_cross_entropy_and_rl_tokens_do_not() -> None:
     batch = whole(rollouts(2, ce=True), budget=10_000)
     (mb,) = batch.micro_batches
     x = inputs(mb, ALONE.device, replay=True, replay_selections=False)
-    logprobs, entropy, _ = state_of(config()).policy(x.forward, x.rows_N, x.labels_N, x.temperature_N)
+    logprobs, entropy, _ = state_of(config()).policy(x.forward, x.rows_M, x.labels_M, x.temperature_M)
 
     def one(given: losses.LossInputs) -> losses.LossOutput:
         return losses.LossOutput(torch.ones_like(given.logprobs))
 
     loss, _ = loss_share(x, logprobs, entropy, batch.counts, DPPO.model_copy(update={"options": {}}), one)
-    assert 0 < batch.counts.ce_tokens < len(x.rows_N)
+    assert 0 < batch.counts.ce_tokens < len(x.rows_M)
     assert loss.item() == pytest.approx(1 - logprobs[x.ce_N].sum().item() / batch.counts.ce_tokens, abs=1e-12)
 
 
@@ -133,7 +133,7 @@ def test_measures_against_plain_numpy() -> None:
     for mb in batch.micro_batches:
         x = inputs(mb, ALONE.device, replay=True, replay_selections=False)
         with torch.no_grad():
-            logprobs, entropy, counts = stepper.state.policy(x.forward, x.rows_N, x.labels_N, x.temperature_N)
+            logprobs, entropy, counts = stepper.state.policy(x.forward, x.rows_M, x.labels_M, x.temperature_M)
         parts.append((logprobs.numpy(), entropy.numpy(), x.old_logprobs_N.numpy(), x.versions_N.numpy()))
     new, entropy, old, versions = (np.concatenate(p).astype(np.float64) for p in zip(*parts, strict=True))
     d = new - old
@@ -191,7 +191,7 @@ def test_selections_are_replayed_or_their_flips_are_counted() -> None:
     def scores(replay: bool) -> Tensor:
         x = inputs(batch.micro_batches[0], ALONE.device, replay=False, replay_selections=replay)
         with torch.no_grad():
-            return stepper.state.policy(x.forward, x.rows_N, x.labels_N, x.temperature_N)[0]
+            return stepper.state.policy(x.forward, x.rows_M, x.labels_M, x.temperature_M)[0]
 
     assert torch.equal(scores(True), scores(False))
     s = batch.micro_batches[0].sample
@@ -329,7 +329,7 @@ def test_truncation_keeps_alignment_through_the_step() -> None:
     def scores(part: Sample) -> Tensor:
         (mb,) = whole([Rollout("a", "e", "t", 0, 0, samples=[part])]).micro_batches
         x = inputs(mb, ALONE.device, replay=True, replay_selections=False)
-        return state.policy(x.forward, x.rows_N, x.labels_N, x.temperature_N)[0]
+        return state.policy(x.forward, x.rows_M, x.labels_M, x.temperature_M)[0]
 
     torch.testing.assert_close(scores(truncate(s, 6)), scores(s)[:3], rtol=0, atol=1e-12)
 
