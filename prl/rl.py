@@ -22,6 +22,7 @@ from prl.launch.local import LocalExecutor, RunBusy, RunLock, usable_cores
 from prl.launch.roles import limits_of, role_specs, stages_of
 from prl.launch.supervisor import CONFIG, DONE, FAILED, State, Supervisor
 from prl.monitor.console import Console
+from prl.trainer.checkpoint import CheckpointError, latest_complete
 from prl.transport.run_dir import RunDir
 
 FULL = 1 << 16
@@ -154,11 +155,19 @@ def tell(run: RunDir, state: State, command: str = "prl.rl") -> None:
             say(f"the disk of {run.root} is full: free some space, then")
     else:
         reason = (run.read_status("orchestrator") or {}).get("reason", state.cause)
-        say(f"saved before the run was done: {reason}")
+        say(f"saved before the run was done: {reason} (exit code {state.code}: it can go on)")
     if state.code == CONFIG:  # the stored configuration is wrong; going on without a change would end the same way
         say(f"mend it with: {interpreter()} -m {command} --resume {run.root} KEY=VALUE")
     else:
         say(f"continue with: {interpreter()} -m {command} --resume {run.root}")
+
+
+def where_from(run: RunDir) -> str:
+    """What RL goes on from, in words; empty where it has not begun. CheckpointError where the newest checkpoint is damaged."""
+    if (folder := latest_complete(run)) is not None:
+        return f"RL goes on from {folder}"
+    ledger = run / "ledger.jsonl"
+    return "RL begins anew: none of its checkpoints is left" if ledger.exists() and ledger.stat().st_size else ""
 
 
 def report(run: RunDir) -> None:
@@ -203,14 +212,19 @@ def command(
         raise typer.Exit(CONFIG) from None
     try:
         metrics = run.metrics("supervisor")
-        name = "start" if resume is None else "resume"
-        state = execute(run, resolved, reopen=changed, began=lambda: metrics.log("event", name=name, overrides=given))
+
+        def began() -> None:
+            if (changed or not run.stages().get("rl", {}).get("done")) and (words := where_from(run)):
+                say(words)
+            metrics.log("event", name="start" if resume is None else "resume", overrides=given)
+
+        state = execute(run, resolved, reopen=changed, began=began)
         metrics.log("event", name="end", code=state.code, cause=state.cause)
         if state.code == DONE:
             report(run)
         else:
             tell(run, state)
-    except (RunBusy, OSError) as e:
+    except (RunBusy, CheckpointError, OSError) as e:
         say(f"failed: {run.root}: {e}")
         raise typer.Exit(FAILED) from None
     raise typer.Exit(state.code)

@@ -189,7 +189,8 @@ def _precision(c: RunConfig) -> Found:
         for key in ("hidden_size", "moe_intermediate_size"):
             width = _number(c, key)
             if precision == "fp8" and width is not None and width % 128:
-                yield f"{section}.precision", f"fp8 needs a multiple of 128 for {key}, which is {width:g}"
+                mend = f"model.architecture.{key}={-(-int(width) // 128) * 128}, or " if c.model.architecture else ""
+                yield f"{section}.precision", f"fp8 needs a multiple of 128 for {key}, which is {width:g}; set {mend}bf16"
 
 
 @_reads("sft", "envs", "trainer.pack_tokens")

@@ -77,7 +77,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _damaged(folder: Path, what: str) -> CheckpointError:
-    return CheckpointError(f"{what}; restore {folder}, or remove it to go on from the checkpoint before, without one anew")
+    return CheckpointError(f"{what}; restore {folder}, or remove it to go on from the checkpoint before it, if there is one")
 
 
 def draft(run: RunDir, step: int) -> Path:

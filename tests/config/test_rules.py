@@ -41,7 +41,7 @@ def test_the_sound_ones_break_none() -> None:
         (
             {"model": {"architecture": {"moe_intermediate_size": 192}}, "inference": {"precision": "fp8"}},
             "inference.precision",
-            "multiple of 128 for moe_intermediate_size, which is 192",
+            "for moe_intermediate_size, which is 192; set model.architecture.moe_intermediate_size=256, or bf16",
         ),
         ({"trainer": {"recompute": "selective", "recompute_targets": []}}, "trainer.recompute_targets", "at least one part"),
         ({"model": {"frozen": ["a", "("]}}, "model.frozen.1", "regular expression"),

@@ -36,9 +36,10 @@ def behave(name: str, what: str, run: RunDir) -> int:
         while True:
             status.set(phase="starting")
             time.sleep(0.05)
-    if what == "victim":
-        run.find("inference-0", 20)
     status.set(phase="running")
+    if what in ("victim", "crash", "killed"):  # not before the others are there
+        for other in ("trainer", "orchestrator", "inference-0"):
+            run.find(other, 20, on_wait=status.beat)
     t0 = time.monotonic()
     marker = os.environ.get("PRL_FAKE_MARKER", "0")
     Path(os.environ["TMPDIR"], f"left-by-{name}").write_text("x")

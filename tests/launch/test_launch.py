@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -151,6 +152,28 @@ def test_the_first_cause_is_named_although_its_victims_end_first(start) -> None:
     assert "failed: stage rl: inference-0 was killed by SIGKILL" in s.errors
 
 
+def test_a_resume_says_what_it_goes_on_from_and_takes_nothing_older_in_silence(start) -> None:  # type: ignore[no-untyped-def]
+    s = start(trainer="crash")
+    assert s.end() == 1 and "RL goes on" not in s.errors
+    manifest = s.run / "checkpoints" / "step_4" / "manifest.json"
+    for step in (2, 4):
+        (s.run / "checkpoints" / f"step_{step}").mkdir()
+        (s.run / "checkpoints" / f"step_{step}" / "manifest.json").touch()
+    manifest.unlink()
+    again = start("--resume", str(s.run.root), trainer="crash")
+    assert again.end() == 1
+    assert (
+        f"{manifest}: missing; restore {manifest.parent}, or remove it" in again.errors and "continue with" not in again.errors
+    )
+    manifest.parent.rmdir()
+    again = start("--resume", str(s.run.root), trainer="crash")
+    assert again.end() == 1 and f"RL goes on from {s.run / 'checkpoints' / 'step_2'}\n" in again.errors
+    shutil.rmtree(s.run / "checkpoints" / "step_2")
+    (s.run / "ledger.jsonl").write_text("{}\n")
+    again = start("--resume", str(s.run.root), trainer="crash")
+    assert again.end() == 1 and "RL begins anew: none of its checkpoints is left\n" in again.errors
+
+
 def test_a_configuration_error_of_a_role_is_one_of_the_run(start) -> None:  # type: ignore[no-untyped-def]
     s = start(trainer="misconfigured")
     assert s.end() == 2
@@ -174,7 +197,7 @@ def test_a_stop_request_saves_and_can_be_resumed(start, number: int) -> None:  #
     assert s.end() == 75
     assert spent(t0) < 10
     assert (s.run / "saved-trainer").exists() and (s.run / "saved-orchestrator").exists()
-    assert f"--resume {s.run.root}" in s.errors
+    assert f"--resume {s.run.root}" in s.errors and "exit code 75: it can go on" in s.errors
     s.assert_nothing_left()
     assert start("--resume", str(s.run.root), trainer="finish", orchestrator="finish").end() == 0
 
