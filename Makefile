@@ -47,7 +47,7 @@ check-python:
 
 $(READY): pyproject.toml setup.py $(wildcard csrc/cpu/* csrc/cuda/*.*) | check-python
 	@test -x $(BIN)/python || { echo "make: creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
-	@echo "make: installing $(TORCH) and the requirements into $(VENV) (once)"
+	@echo "make: installing $(TORCH) and the requirements into $(VENV) (once, in minutes; 2.5 GB, with CUDA more)"
 	@$(BIN)/python $(PIP_INSTALL) "$(TORCH)" $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 	@$(BIN)/python $(PIP_INSTALL) -e ".[dev]"
 	@touch $@

@@ -82,6 +82,13 @@ class Row:
     goal: str = ""
     met: bool | None = None
 
+    def as_dict(self) -> dict[str, Any]:
+        """As the other benches' rows, with all figures besides."""
+        figures = [(v, unit) for v, unit in ((self.tflops, "TFLOPS"), (self.gbs, "GB/s")) if v is not None]
+        value, unit = figures[0] if figures else (self.seconds * 1e3, "ms")
+        verdict = None if self.met is None else "met" if self.met else "missed"
+        return {"name": f"{self.op} [{self.shape}]", "value": value, "unit": unit, "verdict": verdict, **asdict(self)}
+
 
 class Clock:
     """Median seconds of a run; on a GPU with the L2 cache flushed before each."""
@@ -363,13 +370,12 @@ def main(args: list[str]) -> int:
     result: dict[str, Any] = {
         "bench": "gpu",
         "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
+        "machine": {"gpu": torch.cuda.get_device_name(), "versions": {"torch": torch.__version__}},
         "agree": good,
         "differ": bad,
         "bf16 TFLOPS": bench.bf16_flops / 1e12,
         "copy GB/s": bench.copy_bytes / 1e9,
-        "rows": [asdict(r) for r in rows],
+        "rows": [r.as_dict() for r in rows],
     }
     if given.json:
         Path(given.json).write_text(json.dumps(result, indent=2) + "\n")

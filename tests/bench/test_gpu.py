@@ -8,6 +8,7 @@ import torch
 
 from prl.bench import gpu, main
 from prl.kernels import registry
+from prl.monitor.report import measured
 
 SMALL = gpu.Size(
     tokens=128,
@@ -49,6 +50,10 @@ def test_every_kernel_has_its_row():
     whole = next(r for r in rows if r.op == "experts in FP8")
     assert whole.ratio == pytest.approx(1 / 6)
     assert all(r.met is not None for r in rows if r.goal)
+    made = [r.as_dict() for r in rows]
+    assert {"name", "value", "unit", "ratio", "goal", "met", "verdict", "op", "shape", "backend"} <= made[0].keys()
+    assert all((r["value"] or 0) > 0 and r["name"].startswith(r["op"]) for r in made)
+    assert [row[4] for row in measured({"rows": made})] == [r.met for r in rows]
     text = gpu.table(rows)
     assert "MISSED" in text and all(r.op in text for r in rows)
 
