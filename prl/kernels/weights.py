@@ -101,20 +101,34 @@ class ShardedWeight(Tensor):
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, mp_policy: Any
-    ) -> tuple[tuple[Tensor, ...], None]:
+    ) -> tuple[tuple[Tensor, ...], tuple[torch.Size, torch.Size] | None]:
         (parameter,) = (p for p in module.parameters(recurse=False) if getattr(p, "_local_tensor", None) is self)
         codes_ENK, scales_EMB = quantised(self, parameter).plain
-        return (codes_ENK.view(torch.uint8), scales_EMB), None  # gloo knows no float8
+        codes = codes_ENK.view(torch.uint8)  # gloo knows no float8
+        if mesh.size() > 1:
+            return (codes, scales_EMB), None
+        # Where there is nothing to gather FSDP hands on the first tensor alone.
+        return (torch.cat((codes.flatten(), scales_EMB.view(torch.uint8).flatten())),), (codes.shape, scales_EMB.shape)
 
     def fsdp_post_all_gather(
-        self, gathered: tuple[Tensor, ...], _: None, dtype: torch.dtype, *, out: Tensor | None = None
+        self,
+        gathered: tuple[Tensor, ...],
+        packed: tuple[torch.Size, torch.Size] | None,
+        dtype: torch.dtype,
+        *,
+        out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        codes_ENK, scales_EMB = gathered[0].view(FP8), gathered[1]
+        if packed is None:
+            codes_ENK, scales_EMB = gathered[0].view(FP8), gathered[1]
+        else:
+            codes, scales = gathered[0].split((packed[0].numel(), gathered[0].numel() - packed[0].numel()))
+            codes_ENK, scales_EMB = codes.view(FP8).view(packed[0]), scales.view(torch.float32).view(packed[1])
         if out is not None:  # the same buffers, filled anew
             assert isinstance(out, GatheredWeight)
             out.quantised = Quantised(codes_ENK, scales_EMB)
             return None
-        return GatheredWeight(Quantised(codes_ENK, scales_EMB), dtype), (codes_ENK, scales_EMB)
+        buffers = (codes_ENK, scales_EMB) if packed is None else gathered
+        return GatheredWeight(Quantised(codes_ENK, scales_EMB), dtype), buffers
 
 
 class GatheredWeight(Tensor):

@@ -8,14 +8,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
-from prl.config.mesh import resolve
+from prl.config.mesh import MeshShape, resolve
 from prl.distributed.mesh import lay_out
 from prl.samples import Rollout, pack
 from prl.trainer.state import TrainState
 from prl.trainer.step import Stepper
 from tests.distributed.ranks import Ranks
+from tests.trainer.helpers import ALONE, state_of
 from tests.trainer.invariance import EXPERTS, KEPT, Case, sample, train, worst
+from tests.trainer.test_fp8 import fp8_config, reversed_words
 
 BOUND = {"float64": 1e-10, "float32": 1e-5}
 SGD, ADAMW = {"kind": "sgd"}, {"kind": "adamw", "eps": 1e-6}
@@ -104,3 +107,23 @@ def forward(rank: int, lengths: tuple[int, int]) -> None:
     rollout = Rollout("", "", "", 0, 0, samples=[sample(rng, lengths[rank], "random")])
     batch = pack([rollout], step=1, budget=64, ranks=1)[0]
     assert np.isfinite(Stepper(state, config.trainer, 1)(batch).loss)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_fsdp_on_one_rank_trains_the_same_bits(precision: str, ranks: Ranks) -> None:
+    """As one GPU does: sharding over a single rank changes no bit."""
+    apart, sharded = ranks.run(1, losses_of_one, precision)[0]
+    assert sharded == apart
+
+
+def losses_of_one(_: int, precision: str) -> list[list[float]]:
+    c = fp8_config(precision, optim={"lr": 3e-3})
+    found = []
+    for mesh in (ALONE, None):
+        if mesh is None:
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            mesh = lay_out(MeshShape(), 0, torch.device("cpu"))
+        stepper = Stepper(state_of(c, mesh), c.trainer, 4)
+        rng = np.random.default_rng(0)
+        found.append([stepper(pack(reversed_words(rng, 8), step=i, budget=4096, ranks=1)[0]).loss for i in range(1, 5)])
+    return found
