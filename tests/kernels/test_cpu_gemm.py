@@ -428,3 +428,28 @@ def test_any_groups_and_values(data: st.DataObject) -> None:
     assert torch.equal(finite, got.isfinite()) and torch.equal(wanted.isnan(), got.isnan())
     tolerance = (1e-2 if dtype == BF16 else 1e-5) * scale * max(k, 1) ** 0.5
     assert ((got.double() - wanted)[finite].abs() <= tolerance * 3).all()
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    counts=st.lists(st.integers(0, 200), max_size=4),
+    n=st.sampled_from([0, 128, 256]),
+    k=st.sampled_from([0, 128, 384]),
+    scale=st.sampled_from([0.0, 1e-30, 1.0, 1e15]),
+    special=st.sampled_from([None, torch.nan, torch.inf]),
+    where=st.integers(0, 10**6),
+)
+def test_any_fp8_groups_and_values(counts: list[int], n: int, k: int, scale: float, special: float | None, where: int) -> None:
+    a, g, starts, held_counts = fp8_operands(counts, n, k)
+    a *= scale
+    if special is not None and sum(counts) and k:  # in a row that is some group's
+        a[held(starts, held_counts, len(a)).nonzero()[where % sum(counts), 0], where % k] = special
+    w_fp8 = quantise_blocks(normal(len(counts), n, k, seed=2))
+    rows = (*quantise_rows(a), *w_fp8, starts, held_counts, F32)
+    columns = (*quantise_columns(g), *quantise_columns(a), starts, held_counts)
+    close = {"rtol": 1e-4, "atol": 1e-4 * max(scale, 1e-30) * max(k, 1) ** 0.5, "equal_nan": True}
+    torch.testing.assert_close(ops.grouped_gemm_fp8(*rows), gg._fp8_reference(*rows), **close)
+    got, wanted = torch.ones(2, len(counts), n, k)
+    ops.grouped_gemm_weight_fp8(*columns, got)
+    gg._weight_fp8_reference(*columns, wanted)
+    torch.testing.assert_close(got, wanted, **close)
