@@ -385,12 +385,16 @@ def _missing_files(config: RunConfig) -> Iterator[tuple[str, str]]:
         if path is None or (path / expected).is_file() or (section == "tokenizer" and path.is_file()):
             continue
         yield f"{section}.path", f"{path}: {f'no {expected} in it' if path.exists() else 'no such file or folder'}"
+    for name in ("data", "validation"):
+        for i, source in enumerate(getattr(config.sft, name, ())):
+            if not source.path.is_file():
+                yield f"sft.{name}.{i}.path", f"{source.path}: no such file"
 
 
 def load(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
     """The configuration in `path`, with its bases under it and the overrides over it; ConfigError names every problem.
 
-    `model.path` and `tokenizer.path` are relative to the working folder, and absolute in what is returned.
+    Paths of models, tokenizers and data are relative to the working folder, and absolute in what is returned.
     """
     name = _shown(Path(path))
     tree = _Tree()
@@ -406,8 +410,15 @@ def load(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
         tree.problems.append(Problem(name, "nested too deeply"))
     if config is None or tree.problems:
         raise ConfigError(name, tree.problems)
-    paths = {s: part for s in ("model", "tokenizer") if (part := getattr(config, s)).path is not None}
-    return config.model_copy(update={s: p.model_copy(update={"path": p.path.absolute()}) for s, p in paths.items()})
+    found = {s: _absolute(part) for s in ("model", "tokenizer") if (part := getattr(config, s)).path is not None}
+    if config.sft is not None:
+        sources = {name: [_absolute(s) for s in getattr(config.sft, name)] for name in ("data", "validation")}
+        found["sft"] = config.sft.model_copy(update=sources)
+    return config.model_copy(update=found)
+
+
+def _absolute(part: Any) -> Any:
+    return part.model_copy(update={"path": part.path.absolute()})
 
 
 def load_resolved(path: Path | str) -> RunConfig:

@@ -180,11 +180,15 @@ def test_missing_files_and_folders(tmp_path: Path) -> None:
 def test_a_path_is_stored_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "model").mkdir()
     write(tmp_path / "model", "{}", "config.json")
-    path = write(tmp_path, "model: {path: model}\nenvs: [{name: a, kind: b}]\n")
+    (tmp_path / "chat.jsonl").touch()
+    path = write(tmp_path, "model: {path: model}\nsft: {data: [{path: chat.jsonl}], validation: [{path: chat.jsonl}]}\n")
     monkeypatch.chdir(tmp_path)
+    assert problems(path, "sft.data.0.path=none") == {"sft.data.0.path": "none: no such file"}
     stored = write(tmp_path, dump(load(path)), "resolved.yaml")
     monkeypatch.chdir("/")
-    assert load_resolved(stored).model.path == tmp_path / "model"
+    resolved = load_resolved(stored)
+    assert resolved.model.path == tmp_path / "model" and resolved.sft is not None
+    assert [s.path for s in (*resolved.sft.data, *resolved.sft.validation)] == [tmp_path / "chat.jsonl"] * 2
 
 
 def test_yaml_is_read_as_its_core_schema(tmp_path: Path) -> None:
