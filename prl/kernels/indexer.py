@@ -27,7 +27,10 @@ def index_scores(q_BQHD: Tensor, keys_BSD: Tensor, weights_BQH: Tensor) -> Tenso
 
 
 def index_select(scores_BQS: Tensor, mask_BQS: Tensor, top_k: int) -> Tensor:
-    """bool [B, Q, S]: the `top_k` best keys of the mask (all where it has fewer), the lowest index first among equals."""
+    """bool [B, Q, S]: the `top_k` best keys of the mask (all where it has fewer), the lowest index first among equals.
+
+    Where there are more, a NaN takes a place, as the largest, and is not chosen.
+    """
     mask_BQS = mask_BQS.contiguous()  # often expanded over queries
     checks.tensor("index_select", "scores_BQS", scores_BQS, [None] * 3, (torch.float32, torch.float64))
     checks.tensor("index_select", "mask_BQS", mask_BQS, list(scores_BQS.shape), [torch.bool])
