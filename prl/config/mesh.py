@@ -70,7 +70,7 @@ def problems(trainer: Trainer, n_experts: int) -> list[tuple[str, str]]:
             )
         )
     if mesh.ep == "auto" or mesh.ep == 1:
-        return out
+        return out or _fp8_problems(trainer, n_experts)
     if not n_experts:
         out.append(("mesh.ep", f"the model has no experts to spread over {mesh.ep} ranks: expected 1 or auto"))
     elif n_experts % mesh.ep:
@@ -82,13 +82,26 @@ def problems(trainer: Trainer, n_experts: int) -> list[tuple[str, str]]:
     if mesh.dispatcher == "deepep" and mesh.ep not in DEEPEP_RANKS:
         known = ", ".join(map(str, sorted(DEEPEP_RANKS)))
         out.append(("mesh.ep", f"the dispatcher deepep knows groups of {known} ranks, got {mesh.ep}"))
-    return out
+    return out or _fp8_problems(trainer, n_experts)
+
+
+def _fp8_problems(trainer: Trainer, n_experts: int) -> list[tuple[str, str]]:
+    """Ranks gather codes of whole experts, as many from each. Of a mesh without other problems."""
+    shape = _shape(trainer, n_experts)
+    if trainer.precision != "fp8" or not n_experts or not n_experts // shape.expert % shape.expert_fsdp:
+        return []
+    copies = f"{n_experts // shape.expert} experts of a rank (experts / ep) over {shape.expert_fsdp} (ranks / replicate / ep)"
+    return [("mesh", f"fp8 shares whole experts evenly, and cannot share the {copies}: change ranks, replicate or ep")]
 
 
 def resolve(trainer: Trainer, n_experts: int) -> MeshShape:
     """The mesh with `auto` filled in: the smallest cp, then the largest ep. MeshError where a rule does not hold."""
     if found := problems(trainer, n_experts):
         raise MeshError("\n".join(f"trainer.{path}: {message}" for path, message in found))
+    return _shape(trainer, n_experts)
+
+
+def _shape(trainer: Trainer, n_experts: int) -> MeshShape:
     context, replicate, ep = _context(trainer), trainer.mesh.replicate, trainer.mesh.ep
     copy = trainer.ranks // replicate
     fitting = [n for n in _divisors(copy) if n_experts % n == 0] if n_experts else [1]

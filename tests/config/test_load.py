@@ -13,7 +13,7 @@ from prl.config.load import ConfigError, dump, load, load_resolved
 from prl.config.schema import RunConfig
 
 MODEL = "model: {architecture: {vocab_size: 64}}\ntokenizer: {characters: abc}\nenvs: [{name: words, kind: reasoning_gym}]\n"
-CONFIGS = sorted(Path("configs").glob("*.yaml"))
+CONFIGS = [Path("configs", f"{name}.yaml") for name in ("demo", "multi_turn", "tiny")]  # those of large models: test_shipped
 
 
 def write(folder: Path, text: str, name: str = "run.yaml") -> Path:

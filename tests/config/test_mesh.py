@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prl.config.mesh import MeshError, data_ranks, problems, resolve
-from prl.config.schema import Trainer
+from prl.config.schema import Mesh, Trainer
 
 
 def trainer(ranks: int, **mesh: Any) -> Trainer:
@@ -46,6 +46,14 @@ def test_a_mesh_without_problems_uses_every_rank_once(ranks: int, cp: int, repli
     shape = resolve(given_, experts)
     assert shape.world == ranks and shape.context == cp and shape.data == data_ranks(given_)
     assert shape.fsdp % shape.expert == 0 and (experts % shape.expert == 0 if experts else shape.expert == 1)
+
+
+def test_fp8_shares_whole_experts_evenly() -> None:
+    assert resolve(Trainer(ranks=128, precision="fp8", mesh=Mesh(ep=8)), 256).expert_fsdp == 16
+    with pytest.raises(MeshError, match=r"trainer.mesh: fp8 .* the 16 experts of a rank \(experts / ep\) over 14 "):
+        resolve(Trainer(ranks=224, precision="fp8", mesh=Mesh(ep=16)), 256)
+    with pytest.raises(MeshError, match="the 8 experts of a rank .* over 7 "):
+        resolve(Trainer(ranks=224, precision="fp8"), 256)
 
 
 @pytest.mark.parametrize(
