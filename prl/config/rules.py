@@ -57,13 +57,14 @@ def _model_source(c: RunConfig) -> Found:
         yield "model", f"expected exactly one of path (weights to start from) and architecture (fresh weights), got {got}"
 
 
-@_reads("model.frozen")
-def _frozen(c: RunConfig) -> Found:
-    for i, pattern in enumerate(c.model.frozen):
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            yield f"model.frozen.{i}", f"not a regular expression: {error}"
+@_reads("model.frozen", "trainer.keep_gathered")
+def _patterns(c: RunConfig) -> Found:
+    for path, patterns in (("model.frozen", c.model.frozen), ("trainer.keep_gathered", c.trainer.keep_gathered)):
+        for i, pattern in enumerate(patterns):
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                yield f"{path}.{i}", f"not a regular expression: {error}"
 
 
 @_reads("model.path", "model.architecture", "tokenizer")

@@ -182,6 +182,11 @@ class Trainer(Section):
     """What backward computes again instead of keeping: nothing, whole blocks (less memory, a third more work), or parts."""
     recompute_targets: list[RecomputeTarget] = ["norm", "mla_up_proj", "mlp", "routed_experts"]
     """The parts of each block that `selective` means. `attn_proj`: the projections before attention, QK-norm and rotation."""
+    offload_activations: NonNegativeInt = 0
+    """What backward needs waits in host memory; so many blocks at most are on their way. 0: it stays on the device."""
+    keep_gathered: list[str] = []
+    """Regular expressions over names of sharded modules (`model.layers.0`, `….mlp.experts`, `rest`; fullmatch) whose weights
+    stay whole on every rank from forward to backward: fewer gathers, more memory."""
     max_nonfinite: NonNegativeInt = 3
     """Steps skipped for a non-finite loss or gradient before the run stops."""
 

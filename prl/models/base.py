@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from prl.kernels.router import check_routes
-from prl.layers.block import Block, LayerInput, LayerOutput, Selection
+from prl.layers.block import Block, LayerInput, Selection
 from prl.layers.layout import Layout
 from prl.layers.norm import RMSNorm
 from prl.layers.rope import Rope
@@ -96,7 +96,9 @@ class Model(nn.Module):
         x_TD = self.model.embed_tokens(inputs.tokens_T)
         cos, sin = self.rope.angles(inputs.positions_T, x_TD.dtype)
         selection: Selection | None = None
-        outputs: list[LayerOutput] = []
+        routes: list[Tensor] = []
+        counts: list[Tensor] = []
+        kept: list[Tensor] = []
         for i, block in enumerate(self.layers):
             replayed = inputs.selections_TAS if i in indexed else None
             given = LayerInput(
@@ -111,11 +113,12 @@ class Model(nn.Module):
                     padding_T=inputs.padding_T,
                 ),
             )
-            outputs.append(block(x_TD, given))
-            x_TD, selection = outputs[-1].x_TD, outputs[-1].selection
-        routes = [o.routes_TK for o in outputs if o.routes_TK is not None]
-        counts = [o.counts_E for o in outputs if o.counts_E is not None]
-        kept = [s.indices_TK for i in indexed if (s := outputs[i].selection) is not None and s.indices_TK is not None]
+            x_TD, selection, routes_TK, counts_E = block(x_TD, given)
+            if routes_TK is not None and counts_E is not None:
+                routes.append(routes_TK)
+                counts.append(counts_E)
+            if i in indexed and selection is not None and selection.indices_TK is not None:
+                kept.append(selection.indices_TK)
         return ForwardOutput(
             hidden_TD=self.model.norm(x_TD),
             routes_TLK=torch.stack(routes, 1) if routes else None,

@@ -7,14 +7,16 @@ gathered when they are needed. Every architecture is made of the same blocks, so
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from functools import partial
+import re
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from prl.config import schema
+from prl.config.named import SetupError
 from prl.distributed import fsdp
 from prl.distributed.deepep import DeepEP
 from prl.distributed.expert import AllToAll
@@ -72,25 +74,37 @@ def parallelize(
     master: torch.dtype,
     *,
     offload: bool = False,
+    keep_gathered: Sequence[str] = (),
 ) -> None:
     """Shard `policy`, which holds `model`. `types`: what the forward wants each of the model's parameters in. With `offload`
     parameters and gradients are on the host.
 
-    Units are each layer's experts, modules whose parameters are of another type than most, the blocks, and the rest.
+    Units are each layer's experts, modules whose parameters are of another type than most, the blocks, and the rest. Those that
+    a regular expression in `keep_gathered` matches (fullmatch) stay whole from forward to backward. SetupError where one of
+    them matches none.
     """
     if mesh.dense is None:
         return
     compute = types["model.embed_tokens.weight"]
-    shard = partial(fsdp.shard, master=master, offload=offload)
+    units: list[str] = []
+
+    def shard(name: str, module: nn.Module, mesh: DeviceMesh, dtype: torch.dtype) -> None:
+        units.append(name)
+        keep = any(re.fullmatch(p, name) for p in keep_gathered)
+        fsdp.shard(module, mesh, compute=dtype, master=master, offload=offload, keep_gathered=keep)
+
     for name, module in model.named_modules():
         own = {types[f"{name}.{p}"] for p, _ in module.named_parameters(recurse=False)}
         if isinstance(module, Experts):
-            shard(module, mesh.expert_fsdp, compute=own.pop())
+            shard(name, module, mesh.expert_fsdp, own.pop())
         elif own and own != {compute}:
-            shard(module, mesh.dense, compute=own.pop())
-    for block in model.layers:
-        shard(block, mesh.dense, compute=compute)
-    shard(policy, mesh.dense, compute=compute)
+            shard(name, module, mesh.dense, own.pop())
+    for i, block in enumerate(model.layers):
+        shard(f"model.layers.{i}", block, mesh.dense, compute)
+    shard("rest", policy, mesh.dense, compute)
+    for pattern in keep_gathered:
+        if not any(re.fullmatch(pattern, name) for name in units):
+            raise SetupError(f"trainer.keep_gathered: {pattern!r} matches none of what is sharded: {', '.join(units)}")
 
 
 def whole(model: Model, mesh: Mesh, name: str, x: Tensor) -> Tensor:

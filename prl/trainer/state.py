@@ -22,6 +22,7 @@ from prl.kernels.weights import gather_as_fp8, weights_changed
 from prl.layers.moe import Experts, set_precision
 from prl.models.base import ForwardInput, ForwardOutput, Model
 from prl.models.hf import read_hf
+from prl.models.offload import Offload
 from prl.models.parallelize import parallelize, share_rows, split_experts, whole
 from prl.models.recompute import recompute
 from prl.models.registry import build, draw
@@ -79,10 +80,14 @@ class TrainState:
         split_experts(model, mesh, config.trainer.mesh)
         share_rows(model, mesh)
         recompute(model, config.trainer.recompute, config.trainer.recompute_targets)
+        self.activations = Offload(mesh.device, n) if (n := config.trainer.offload_activations) else None
+        if self.activations is not None:
+            self.activations.wrap(model)
         self.policy = Policy(model, config.trainer.lm_head_chunk)
-        offload = config.trainer.offload
-        parallelize(self.policy, model, mesh, self.dtypes, master_dtype(config), offload=offload == "parameters")
-        self._materialise(torch.device("cpu") if offload == "parameters" else mesh.device)
+        offload, keep = config.trainer.offload, config.trainer.keep_gathered
+        on_host, types, master = offload == "parameters", self.dtypes, master_dtype(config)
+        parallelize(self.policy, model, mesh, types, master, offload=on_host, keep_gathered=keep)
+        self._materialise(torch.device("cpu") if on_host else mesh.device)
         if filled:
             if start is not None:
                 read_hf(start, self.spec, self.weights())
