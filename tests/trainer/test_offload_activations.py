@@ -66,7 +66,7 @@ def observed(in_flight: int, dtype: str, **trainer: Any) -> tuple[Spy, Stepper]:
     (mb,) = micro_batches()
     x = inputs(mb, helpers.ALONE.device, replay=False, replay_selections=False)
     with state.computing() as policy:
-        logprobs, entropy, _ = policy(x.forward, x.rows_N, x.labels_N, x.temperature_N)
+        logprobs, entropy, _ = policy(x.forward, x.rows_M, x.labels_M, x.temperature_M)
         gc.collect()
         spy.events.append(("backward", len(spy.alive())))
         (logprobs.sum() + entropy.sum()).backward()
