@@ -46,8 +46,9 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions
 
 
 class StopRequests:
-    """Counts SIGINT, SIGTERM and SIGHUP while it is open."""
+    """Counts SIGINT, SIGTERM, SIGHUP and SIGUSR2 (Slurm's warning: `--signal=B:USR2@120`) while it is open."""
 
+    NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)
     count = 0
     _last = -math.inf
 
@@ -58,7 +59,7 @@ class StopRequests:
         self._last = now
 
     def __enter__(self) -> StopRequests:
-        self._before = {n: signal.signal(n, self._heard) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+        self._before = {n: signal.signal(n, self._heard) for n in self.NUMBERS}
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

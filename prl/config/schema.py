@@ -269,7 +269,13 @@ class Control(Section):
 
 class Checkpoint(Section):
     every: PositiveInt = 50
+    """Optimizer steps between checkpoints."""
     keep: PositiveInt = 2
+    """The newest that stay."""
+    keep_every: NonNegativeInt = 0
+    """Those of steps that are multiples of it stay too, for good; 0 is none."""
+    asynchronous: bool = True
+    """Steps go on while one is written, from a copy in host memory; false: they wait, and no copy is made."""
 
 
 class Transport(Section):

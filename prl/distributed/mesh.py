@@ -9,9 +9,11 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,8 +22,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from prl.config.mesh import MeshShape
 
+T = TypeVar("T")
 STORE = "trainer-store"
 """Name under which rank 0 announces the store."""
+
+
+class RankError(RuntimeError):
+    """Another rank failed at something that all must do; its message is in this one, its traceback in its own log."""
 
 
 class Rendezvous(Protocol):
@@ -101,6 +108,35 @@ class Mesh:
         parts = [torch.empty_like(padded) for _ in range(self.world)]
         dist.all_gather(parts, padded)
         return torch.cat([p[:n] for p, n in zip(parts, lengths.tolist(), strict=True)])
+
+    @contextmanager
+    def agree(self, group: dist.ProcessGroup | None = None) -> Iterator[None]:
+        """What fails on one rank inside fails on every rank, at once: elsewhere as a RankError.
+
+        Every rank must come, and the block may hold no collective that a failed rank would be missed in.
+        """
+        error: BaseException | None = None
+        try:
+            yield
+        except Exception as e:
+            error = e
+        flag = torch.tensor([int(error is not None)], device=self.device if group is None else "cpu")
+        if self.world > 1:
+            dist.all_reduce(flag, dist.ReduceOp.MAX, group)
+        if not flag.item():
+            return
+        told = self.gather_objects(None if error is None else f"{type(error).__name__}: {error}", group)
+        if error is not None:
+            raise error
+        raise RankError("; ".join(f"rank {rank}: {text}" for rank, text in enumerate(told) if text is not None))
+
+    def gather_objects(self, x: T, group: dist.ProcessGroup | None = None) -> list[T]:
+        """Every rank's object, in rank order, on every rank of `group` (all ranks)."""
+        if self.world == 1:
+            return [x]
+        found: list[Any] = [None] * self.world
+        dist.all_gather_object(found, x, group=group)
+        return found
 
     def barrier(self) -> None:
         if self.world > 1:

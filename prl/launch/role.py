@@ -57,12 +57,12 @@ def main(
     run: Annotated[Path, typer.Option(help="Folder of the run.")],
     index: Annotated[int, typer.Option(help="Rank or replica.")] = 0,
 ) -> None:
-    """Run one role of a run until it ends or is asked to (SIGTERM: save and end)."""
+    """Run one role of a run until it ends or is asked to (SIGTERM, SIGINT, SIGUSR2: save at the next safe point and end)."""
     faulthandler.enable()
     if supervisor := os.environ.get("PRL_SUPERVISOR"):
         die_with_parent(int(supervisor))
     stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
         signal.signal(number, lambda *_: stop.set())
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     folder = RunDir(run)
@@ -74,7 +74,8 @@ def main(
     except (ConfigError, SetupError) as e:
         print(e, file=sys.stderr)
         code = CONFIG
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the interpreter's own end would restore the default, which kills
+    for number in (signal.SIGTERM, signal.SIGUSR2):  # the interpreter's own end would restore the default, which kills
+        signal.signal(number, signal.SIG_IGN)
     raise SystemExit(code)
 
 

@@ -30,7 +30,7 @@ from prl.orchestrator.curriculum import Place
 from prl.orchestrator.fates import TaskLog, open_members
 from prl.orchestrator.rounds import RoundClient
 from prl.orchestrator.scheduler import Cut, QueueTooSmall, Rules, Scheduler, Work
-from prl.orchestrator.spool import Spool
+from prl.orchestrator.spool import Spool, still_needed
 from prl.orchestrator.state import SCHEMA, State, decode, encode
 from prl.orchestrator.waits import Waits
 from prl.samples import Rollout, pack
@@ -389,8 +389,8 @@ class Orchestrator:
         if due:
             self.spool.sync()
         self.first_segments[cut.step] = self.spool.first_needed
-        kept = [step for step, _ in checkpoint.complete(self.run_dir)]
-        self.first_segments = {k: v for k, v in self.first_segments.items() if k in kept or k >= s.acknowledged}
+        complete = [step for step, _ in checkpoint.complete(self.run_dir)]
+        self.first_segments = still_needed(self.first_segments, complete, self.config.checkpoint.keep)
         if due:
             self.spool.prune(min(self.first_segments.values()))
             self.spool.roll()

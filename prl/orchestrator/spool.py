@@ -7,7 +7,7 @@ place. A new segment starts with every checkpoint and every start, so whole segm
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from prl.samples import Rollout
@@ -15,6 +15,15 @@ from prl.transport.wire import WireError, rollout_from_bytes, rollout_to_bytes
 
 Place = tuple[int, int, int]
 """(segment, offset, length) in bytes."""
+
+
+def still_needed(first_segments: Mapping[int, int], complete: Sequence[int], keep: int) -> dict[int, int]:
+    """Of each step's first segment, the ones of the `keep` newest complete checkpoints and of later steps.
+
+    A later step's checkpoint may be in the making. Older checkpoints, kept for good, have their rollouts generated anew.
+    """
+    kept = complete[-keep:]
+    return {step: segment for step, segment in first_segments.items() if step in kept or step > max(kept, default=0)}
 
 
 class Spool:

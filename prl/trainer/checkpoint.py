@@ -11,7 +11,8 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -21,6 +22,8 @@ from prl.transport.run_dir import RunDir
 
 _COMPLETE = re.compile(r"step_(\d+)")
 TRAINER, ORCHESTRATOR, MANIFEST = "trainer", "orchestrator.bin", "manifest.json"
+READERS = 4
+"""Files whose checksums a process computes at the same time."""
 
 
 class CheckpointError(Exception):
@@ -85,39 +88,79 @@ def draft(run: RunDir, step: int) -> Path:
     return run / "checkpoints" / f"step_{step}.tmp"
 
 
-def write(run: RunDir, manifest: Manifest, trainer: Callable[[Path], None], orchestrator: bytes | None, *, keep: int) -> Path:
-    """Write a checkpoint durably, make it visible at once, then remove all but the newest `keep`.
-
-    `trainer` fills the folder it is given. CheckpointError where the disk refuses; earlier checkpoints are untouched then.
-    """
-    final = run / "checkpoints" / f"step_{manifest.step}"
-    folder = draft(run, manifest.step)
+def begin(run: RunDir, step: int) -> Path:
+    """Make an empty draft and return its trainer/; what a killed writer left goes. CheckpointError where the disk refuses."""
+    folder = draft(run, step)
     try:
-        for left in final.parent.glob("step_*.tmp"):
+        for left in folder.parent.glob("step_*.tmp"):
             shutil.rmtree(left)
-        folder.mkdir(mode=0o700)
-        trainer(folder / TRAINER)
+        for path in (folder, folder / TRAINER):
+            path.mkdir(mode=0o700)
+    except OSError as e:
+        abandon(run, step)
+        raise _refused(run, step, e) from e
+    return folder / TRAINER
+
+
+def commit(
+    run: RunDir,
+    manifest: Manifest,
+    trainer: Mapping[str, File],
+    orchestrator: bytes | None,
+    *,
+    keep: int,
+    keep_every: int = 0,
+) -> Path:
+    """Give the draft its orchestrator's half and its manifest, make it visible at once, then let old ones go.
+
+    `trainer`: the files below trainer/, on disk already. There stay the newest `keep` and every multiple of `keep_every`.
+    CheckpointError where the disk refuses: the draft is gone then, and earlier checkpoints are untouched.
+    """
+    final, folder = run / "checkpoints" / f"step_{manifest.step}", draft(run, manifest.step)
+    try:
+        files = {f"{TRAINER}/{name}": file for name, file in trainer.items()}
         if orchestrator is not None:
             (folder / ORCHESTRATOR).write_bytes(orchestrator)
-        manifest = msgspec.structs.replace(manifest, files=_files(folder))
+            files |= checksums(folder, [ORCHESTRATOR])
+        manifest = msgspec.structs.replace(manifest, files=files)
         (folder / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
-        _sync(folder)
+        for path in (folder / TRAINER, folder / ORCHESTRATOR, folder / MANIFEST, folder):
+            if path.exists():
+                _sync(path)
         if final.exists():  # an abandoned lineage's
             _discard(final)
         folder.rename(final)
-        _sync_one(final.parent)
+        _sync(final.parent)
     except OSError as e:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise CheckpointError(f"{final}: cannot be written: {e}; make room there, then resume") from e
-    for _, old in complete(run)[:-keep]:
-        _discard(old)
+        abandon(run, manifest.step)
+        raise _refused(run, manifest.step, e) from e
+    for step, old in complete(run)[:-keep]:
+        if not keep_every or step % keep_every:
+            _discard(old)
     return final
 
 
-def verify(folder: Path, part: str = "") -> Manifest:
-    """Check owner and mode of the folder, then size and checksum of every file; CheckpointError names the first that fails.
+def abandon(run: RunDir, step: int) -> None:
+    """Take away a draft that will not be complete."""
+    shutil.rmtree(draft(run, step), ignore_errors=True)
 
-    Only then may the files be read: one of them is a pickle. `part` restricts the check to a file or folder below.
+
+def checksums(folder: Path, names: Iterable[str]) -> dict[str, File]:
+    """Size and checksum of files below `folder`, several at a time."""
+
+    def one(name: str) -> tuple[str, File]:
+        path = folder / name
+        return name, File(path.stat().st_size, _checksum(path))
+
+    with ThreadPoolExecutor(READERS) as pool:
+        return dict(pool.map(one, names))
+
+
+def verify(folder: Path, part: str = "", *, share: tuple[int, int] = (0, 1)) -> Manifest:
+    """Check owner and mode of the folder, then size and checksum of every file; CheckpointError names what fails.
+
+    Only then may the files be read: one of them is a pickle. `part` restricts the check to a file or folder below, `share`
+    (rank, ranks) the checksums to this rank's files: together the ranks check all of them.
     """
     for path in (folder, folder / TRAINER):
         try:
@@ -130,16 +173,22 @@ def verify(folder: Path, part: str = "") -> Manifest:
                 "by others, since it holds a pickle (chown, chmod go-w)"
             )
     manifest = read_manifest(folder)
-    for name, expected in manifest.files.items():
+    wanted = {name: file for name, file in manifest.files.items() if name.startswith(part)}
+    for name, expected in wanted.items():
         path = folder / name
-        if not name.startswith(part):
-            continue
         if not path.is_file():
             raise _damaged(folder, f"{path}: missing; the manifest names it")
         if (size := path.stat().st_size) != expected.size:
             raise _damaged(folder, f"{path}: {size} bytes, the manifest says {expected.size}: cut or changed")
-        if _checksum(path) != expected.checksum:
-            raise _damaged(folder, f"{path}: its checksum is not the manifest's: damaged")
+    rank, ranks = share
+    mine = sorted(wanted, key=lambda name: (-wanted[name].size, name))[rank::ranks]
+    try:
+        mine_found = checksums(folder, mine)
+    except OSError as e:
+        raise _damaged(folder, f"{folder}: cannot be read: {e}") from e
+    for name, found in mine_found.items():
+        if found.checksum != wanted[name].checksum:
+            raise _damaged(folder, f"{folder / name}: its checksum is not the manifest's: damaged")
     if folder.name != (name := f"step_{manifest.step}"):
         raise _damaged(folder, f"{folder / MANIFEST}: says step {manifest.step}, so its folder was {name}: renamed or damaged")
     return manifest
@@ -151,9 +200,9 @@ def orchestrator_state(folder: Path) -> bytes | None:
     return path.read_bytes() if ORCHESTRATOR in verify(folder, ORCHESTRATOR).files else None
 
 
-def _files(folder: Path) -> dict[str, File]:
-    paths = sorted(p for p in folder.rglob("*") if p.is_file())
-    return {str(p.relative_to(folder)): File(p.stat().st_size, _checksum(p)) for p in paths}
+def _refused(run: RunDir, step: int, error: OSError) -> CheckpointError:
+    final = run / "checkpoints" / f"step_{step}"
+    return CheckpointError(f"{final}: cannot be written: {error}; make room there, then resume")
 
 
 def _checksum(path: Path) -> str:
@@ -171,13 +220,7 @@ def _discard(folder: Path) -> None:
     shutil.rmtree(gone)
 
 
-def _sync(folder: Path) -> None:
-    for path in sorted(folder.rglob("*")):
-        _sync_one(path)
-    _sync_one(folder)
-
-
-def _sync_one(path: Path) -> None:
+def _sync(path: Path) -> None:
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

@@ -9,6 +9,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -24,7 +25,7 @@ from prl.monitor.status import Status
 from prl.samples import CE, Batch, Rollout, Sample, concatenate, pack
 from prl.trainer.nonfinite import Guard
 from prl.trainer.step import Stepper
-from prl.trainer.store import DONE, EXPECTED, FAILED, SAVED, open_state, save_state, shape_of, write_model
+from prl.trainer.store import DONE, EXPECTED, FAILED, SAVED, Saver, open_state, shape_of, write_model
 from prl.transport.run_dir import RunDir
 
 log = logging.getLogger(__name__)
@@ -175,7 +176,9 @@ def fine_tune(
     try:
         shape = shape_of(config, plan.start)
         with join(run, rank, shape, start_s=launch.start_timeout_s, wait_s=launch.wait_timeout_s) as mesh:
-            return FineTuning(run, config, plan, mesh, metrics, status).run(sources, stop, solve_rate)
+            tuning = FineTuning(run, config, plan, mesh, metrics, status)
+            with closing(tuning.saver):
+                return tuning.run(sources, stop, solve_rate)
     except EXPECTED as e:
         log.error("%s: %s", role, e)
         metrics.log("event", name="failed", error=str(e))
@@ -193,6 +196,7 @@ class FineTuning:
         self.state = open_state(self.own, config, plan.optim, mesh, plan.start)
         self.stepper = Stepper(self.state, config.trainer, plan.steps or 0, beat=status.beat)
         self.guard = Guard(self.own / "nonfinite", config.trainer.max_nonfinite)
+        self.saver = Saver(self.own, config, mesh, metrics, status)
 
     def run(self, sources: Sequence[Examples], stop: threading.Event, solve_rate: Measure | None) -> int:
         plan, state, mesh, every = self.plan, self.state, self.mesh, self.config.checkpoint.every
@@ -201,7 +205,8 @@ class FineTuning:
         while not self._over(deadline):
             if mesh.any(stop.is_set()):
                 if plan.steps is not None:
-                    save_state(self.own, self.config, state)
+                    self.saver.start(state)
+                    self.saver.wait()
                 self.status.set(phase="saved")
                 return SAVED
             step = state.step + 1
@@ -220,8 +225,10 @@ class FineTuning:
                 break
             if plan.validation and (step % plan.validate_every == 0 or step == plan.steps):
                 self._validate(step)
+            self.saver.poll()
             if plan.steps is not None and step % every == 0:
-                save_state(self.own, self.config, state)
+                self.saver.start(state)
+        self.saver.wait()
         self.status.set(phase="writing the model")
         write_model(self.run_dir, self.config, state, self.own / "model")
         mesh.barrier()

@@ -155,21 +155,15 @@ class TrainState:
         copy.load_state_dict(dict(self.tensors()))
         return copy
 
-    def save(self, folder: Path) -> None:
-        """Write weights, optimizer, counters and random state with torch.distributed.checkpoint; a collective.
-
-        Rank 0 calls it once the folder above exists.
-        """
-        self.mesh.barrier()
-        dcp.save(self._state(), checkpoint_id=folder, no_dist=self.mesh.world == 1)
-
     def load(self, folder: Path) -> None:
-        """Read what `save` wrote, bit for bit. CheckpointError where it is of another model or optimizer.
+        """Read what torch.distributed.checkpoint wrote of `saved`, bit for bit, from whatever mesh; a collective.
 
-        The files must be verified before: DCP's .metadata is a pickle.
+        CheckpointError on every rank where it is of another model or optimizer, or cannot be read. The files must be verified
+        before: DCP's .metadata is a pickle.
         """
-        state = self._state()
-        stored = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+        state = self.saved()
+        with self.mesh.agree():
+            stored = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
         mine = f"random.{self.mesh.rank}"
         if mine not in stored:  # saved by fewer ranks
             del state[mine]
@@ -180,14 +174,21 @@ class TrainState:
         ]
         if problems:
             shown = "\n  ".join([*problems[:10], *([f"… and {len(problems) - 10} more"] if len(problems) > 10 else [])])
-            raise CheckpointError(f"{folder}: saved by another model or optimizer than this configuration's:\n  {shown}")
-        dcp.load(state, checkpoint_id=folder, no_dist=self.mesh.world == 1)
+            mend = "go on with the configuration that it was saved by, or start a new run"
+            raise CheckpointError(
+                f"{folder}: saved by another model or optimizer than this configuration's; {mend}:\n  {shown}"
+            )
+        try:
+            dcp.load(state, checkpoint_id=folder, no_dist=self.mesh.world == 1)
+        except dcp.CheckpointException as e:  # DCP has every rank raise it
+            raise CheckpointError(f"{folder}: cannot be read: {failures(e)}") from e
         weights_changed()
         self.step, self.version, self.skipped = state["counters"].tolist()
         if mine in state:
             torch.set_rng_state(state[mine])
 
-    def _state(self) -> dict[str, Tensor]:
+    def saved(self) -> dict[str, Tensor]:
+        """What a checkpoint holds: weights, optimizer, counters and random state, the tensors themselves, this rank's parts."""
         state = {f"model.{name}": t for name, t in self.weights().items()}
         for name, p in self.params.items():
             for key, t in self.optimizer.state[p].items():
@@ -195,6 +196,11 @@ class TrainState:
         state["counters"] = torch.tensor([self.step, self.version, self.skipped])
         state[f"random.{self.mesh.rank}"] = torch.get_rng_state()
         return state
+
+
+def failures(e: dcp.CheckpointException) -> str:
+    """What failed on which rank."""
+    return "; ".join(f"rank {rank}: {type(error).__name__}: {error}" for rank, (error, _) in sorted(e.failures.items()))
 
 
 def _kind(t: object) -> str:

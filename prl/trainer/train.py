@@ -19,7 +19,7 @@ from prl.trainer.ledger import Ledger
 from prl.trainer.nonfinite import Guard
 from prl.trainer.state import TrainState
 from prl.trainer.step import Stepper, StepReport
-from prl.trainer.store import DONE, EXPECTED, FAILED, SAVED, first_weights, open_state, save_state, shape_of, write_model
+from prl.trainer.store import DONE, EXPECTED, FAILED, SAVED, Saver, first_weights, open_state, shape_of, write_model
 from prl.transport.batches import BatchClient, BatchError, Finish
 from prl.transport.run_dir import RunDir
 from prl.transport.versions import VersionError, VersionLog
@@ -63,9 +63,11 @@ class Trainer:
         self.state = self._open()
         self.stepper = Stepper(self.state, config.trainer, config.trainer.steps, beat=status.beat)
         self.guard = Guard(run / "nonfinite", config.trainer.max_nonfinite)
+        self.saver = Saver(run, config, mesh, metrics, status)
         self.orchestrator: bytes | None = None
         """The orchestrator's half of a checkpoint of `state.step`."""
         self.saved = self.state.step
+        """The newest step whose checkpoint is complete or being written."""
         self.client: BatchClient | None = None
 
     def run(self) -> int:
@@ -74,7 +76,8 @@ class Trainer:
             return self._end(SAVED)
         while True:
             t0 = time.perf_counter()
-            got = self._next()
+            with self.mesh.agree():
+                got = self._next()
             if self.mesh.any(got is None):
                 return self._end(SAVED)
             if got is None or isinstance(got, Finish):
@@ -87,6 +90,7 @@ class Trainer:
             with self.metrics.span("publish", step=batch.step):
                 publish_s = self._publish()
             self._record(batch, report, trained, {"wait": t1 - t0, "publish": publish_s})
+            self.saver.poll()
             if self._due():
                 self._save()
             self.guard.check(self.state.skipped)
@@ -196,8 +200,7 @@ class Trainer:
 
     def _save(self) -> None:
         self.status.set(phase="saving")
-        with self.metrics.span("checkpoint", step=self.state.step):
-            save_state(self.run_dir, self.config, self.state, self.orchestrator)
+        self.saver.start(self.state, self.orchestrator)
         self.saved = self.state.step
 
     def _end(self, code: int) -> int:
@@ -208,6 +211,7 @@ class Trainer:
             log.warning(
                 "step %d cannot be saved without the orchestrator's half; a resume starts from %d", self.state.step, self.saved
             )
+        self.saver.wait()
         if code == DONE:
             self.status.set(phase="writing the model")
             write_model(self.run_dir, self.config, self.state, self.run_dir / "model")
@@ -223,6 +227,7 @@ class Trainer:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.saver.close()
         if self.client is not None:
             self.client.close()
         if self.ledger is not None:

@@ -188,7 +188,7 @@ def test_a_primary_that_saves_ends_the_run_as_saved(start) -> None:  # type: ign
     s.assert_nothing_left()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2])
 def test_a_stop_request_saves_and_can_be_resumed(start, number: int) -> None:  # type: ignore[no-untyped-def]
     s = start()
     s.running()

@@ -31,6 +31,7 @@ from prl.transport.versions import VersionLog
 from prl.transport.weights import WeightStore
 from tests.orchestrator import killed
 from tests.orchestrator.letters import ALPHABET
+from tests.trainer.helpers import write_checkpoint
 
 ARCHITECTURE: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -156,10 +157,9 @@ class Trainer(threading.Thread):
         manifest = checkpoint.Manifest(self.run_dir.id, step, version, versions.current_lineage, 1, "qwen3_moe", time.time())
 
         def trainer(folder: Path) -> None:
-            folder.mkdir(mode=0o700)
             (folder / "weights").write_text(str(step))
 
-        checkpoint.write(self.run_dir, manifest, trainer, state, keep=self.config.checkpoint.keep)
+        write_checkpoint(self.run_dir, manifest, trainer, state, keep=self.config.checkpoint.keep)
 
     def _change(self, model: torch.nn.Module, step: int) -> None:
         """Weights of `step` follow from it alone, as a deterministic trainer's do."""

@@ -19,7 +19,7 @@ from prl.orchestrator import curriculum, fates, measures
 from prl.orchestrator.curriculum import EASY, FRESH, HARD, NORMAL, Difficulty, Uniform, walk
 from prl.orchestrator.fates import TaskLog, open_members
 from prl.orchestrator.scheduler import Cut, Fate, SchedulerState, Work
-from prl.orchestrator.spool import Spool
+from prl.orchestrator.spool import Spool, still_needed
 from prl.orchestrator.state import SCHEMA, State, StateError, decode, encode
 from prl.orchestrator.waits import Waits
 from prl.samples import Rollout
@@ -110,6 +110,13 @@ def test_the_spool_names_what_it_cannot_read_and_prunes_whole_segments(tmp_path:
     assert not Spool(tmp_path, "another run").load({"r1": places["r1"]})[0]
     spool.prune(1)
     assert not path.exists() and (tmp_path / "000001.bin").exists()
+
+
+def test_the_spool_keeps_what_a_resume_may_need() -> None:
+    first = {step: step // 2 for step in range(1, 10)}
+    assert still_needed(first, [], 2) == first
+    # 4 and 6 are the newest complete ones, 2 is kept for good, 8 may be in the making though 9 is trained.
+    assert sorted(still_needed(first, [2, 4, 6], 2)) == [4, 6, 7, 8, 9]
 
 
 def test_the_task_log_survives_a_torn_line_and_a_resume_voids_by_number(tmp_path: Path) -> None:

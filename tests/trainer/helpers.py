@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ from prl.config.schema import RunConfig
 from prl.distributed.mesh import Mesh
 from prl.distributed.sharded import local
 from prl.samples import CE, RL, Rollout, Sample
+from prl.trainer import checkpoint
 from prl.trainer.state import TrainState
 from prl.trainer.step import Stepper
+from prl.trainer.store import Saver
 from prl.transport.run_dir import RunDir
 
 VOCABULARY, EXPERTS, TOP_K, LAYERS = 32, 8, 2, 2
@@ -103,8 +106,42 @@ def rollouts(seed: int, n: int = 9, *, ce: bool = False) -> list[Rollout]:
 
 def bits(state: TrainState) -> dict[str, bytes]:
     """Every stored tensor of the state, of sharded ones this rank's part, bit for bit."""
-    return {name: local(t).contiguous().view(-1).view(torch.uint8).numpy().tobytes() for name, t in state._state().items()}
+    return {name: local(t).contiguous().view(-1).view(torch.uint8).numpy().tobytes() for name, t in state.saved().items()}
 
 
 def run_dir(root: Path) -> RunDir:
     return RunDir(root).create()
+
+
+def write_checkpoint(
+    run: RunDir,
+    manifest: checkpoint.Manifest,
+    trainer: Callable[[Path], None],
+    orchestrator: bytes | None = None,
+    *,
+    keep: int = 2,
+    keep_every: int = 0,
+) -> Path:
+    """A checkpoint whose trainer/ is whatever `trainer` puts there."""
+    folder = checkpoint.begin(run, manifest.step)
+    trainer(folder)
+    files = checkpoint.checksums(folder, sorted(p.name for p in folder.iterdir()))
+    return checkpoint.commit(run, manifest, files, orchestrator, keep=keep, keep_every=keep_every)
+
+
+def saver_of(run: RunDir, c: RunConfig, mesh: Mesh = ALONE) -> Saver:
+    """A collective."""
+    if mesh.main:
+        run.create()
+    mesh.barrier()
+    metrics = run.metrics(f"trainer-{mesh.rank}")
+    return Saver(run, c, mesh, metrics, run.status(f"trainer-{mesh.rank}", metrics))
+
+
+def save(state: TrainState, c: RunConfig, root: Path) -> Path:
+    """The trainer/ of a checkpoint below `root`; a collective."""
+    run = RunDir(root)
+    saver = saver_of(run, c, state.mesh)
+    saver.start(state)
+    saver.wait()
+    return run / "checkpoints" / f"step_{state.step}" / checkpoint.TRAINER

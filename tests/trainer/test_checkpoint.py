@@ -6,17 +6,33 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import wait
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
+from torch.distributed.checkpoint import CheckpointException
 
 from prl.samples import pack
-from prl.trainer import checkpoint
+from prl.trainer import checkpoint, store
 from prl.trainer.checkpoint import TRAINER, CheckpointError, Manifest
 from prl.trainer.state import TrainState
-from tests.trainer.helpers import ARCHITECTURE, bits, config, rollouts, run_dir, state_of, stepper_of
+from tests.trainer.helpers import (
+    ARCHITECTURE,
+    bits,
+    config,
+    rollouts,
+    run_dir,
+    saver_of,
+    state_of,
+    stepper_of,
+    write_checkpoint,
+)
 
 MANIFEST = Manifest(run="r", step=2, version=2, lineage=0, ranks=1, architecture="glm4_moe", t=0.0)
 
@@ -29,9 +45,13 @@ def trained() -> TrainState:
     return stepper.state
 
 
-def save(root: Path, state: TrainState, step: int = 2, *, keep: int = 2) -> Path:
-    manifest = Manifest("r", step, step, 0, 1, "glm4_moe", 0.0)
-    return checkpoint.write(run_dir(root), manifest, state.save, b"orchestrator %d" % step, keep=keep)
+def save(root: Path, state: TrainState, step: int = 2) -> Path:
+    run = run_dir(root)
+    state.step = step
+    saver = saver_of(run, config("float32"))
+    saver.start(state, b"orchestrator %d" % step)
+    saver.wait()
+    return run / "checkpoints" / f"step_{step}"
 
 
 def test_a_checkpoint_reads_back_bit_for_bit_and_trains_on_the_same(tmp_path: Path) -> None:
@@ -102,14 +122,13 @@ def count(name, *rest):
         if calls == at:
             os._exit(9)
 
-def trainer(folder):
-    folder.mkdir()
-    for i in range(3):
-        (folder / f"{i}.distcp").write_bytes(b"x" * 100)
-
+run, names = RunDir(Path(sys.argv[1])), [f"{i}.distcp" for i in range(3)]
 sys.addaudithook(count)
+folder = checkpoint.begin(run, 4)
+for name in names:
+    (folder / name).write_bytes(b"x" * 100)
 manifest = checkpoint.Manifest("r", 4, 4, 0, 1, "glm4_moe", 0.0)
-checkpoint.write(RunDir(Path(sys.argv[1])), manifest, trainer, b"state", keep=2)
+checkpoint.commit(run, manifest, checkpoint.checksums(folder, names), b"state", keep=2)
 """
 
 
@@ -118,10 +137,9 @@ def test_killed_at_any_file_the_last_complete_one_stays_the_latest(tmp_path: Pat
     run = run_dir(tmp_path)
 
     def trainer(folder: Path) -> None:
-        folder.mkdir()
         (folder / "0.distcp").write_bytes(b"y")
 
-    checkpoint.write(run, MANIFEST, trainer, b"two", keep=2)
+    write_checkpoint(run, MANIFEST, trainer, b"two")
     script = tmp_path / "killed.py"
     script.write_text(KILLED)
     survived = 0
@@ -222,15 +240,121 @@ def test_another_model_or_optimizer_is_refused_with_the_tensors(tmp_path: Path, 
             state_of(c).load(folder)
 
 
-def test_a_disk_that_refuses_leaves_the_earlier_one(tmp_path: Path, trained: TrainState) -> None:
+def test_of_old_ones_the_newest_and_every_nth_stay(tmp_path: Path) -> None:
+    run = run_dir(tmp_path)
+
+    def trainer(folder: Path) -> None:
+        (folder / "0.distcp").write_bytes(b"y")
+
+    for step in range(2, 18, 2):
+        write_checkpoint(run, replace(MANIFEST, step=step), trainer, keep=2, keep_every=6)
+        assert checkpoint.complete(run)[-1][0] == step
+    assert [step for step, _ in checkpoint.complete(run)] == [6, 12, 14, 16]
+
+
+def test_the_folder_is_closed_to_others_whatever_the_umask(tmp_path: Path, trained: TrainState) -> None:
+    before = os.umask(0o002)
+    try:
+        checkpoint.verify(save(tmp_path, trained))
+    finally:
+        os.umask(before)
+
+
+class Slow:
+    """torch.distributed.checkpoint.save that waits for a word, and then fails if told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.go, self.error, self.save = threading.Event(), None, store.dcp.save
+        monkeypatch.setattr(store.dcp, "save", self)
+
+    error: Exception | None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        assert self.go.wait(30)
+        if self.error is not None:
+            raise self.error
+        self.save(*args, **kwargs)
+
+
+def test_steps_go_on_while_a_checkpoint_is_written_and_do_not_change_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow, c, run = Slow(monkeypatch), config("float32"), run_dir(tmp_path)
+    stepper, saver = stepper_of(c), saver_of(run, c)
+    batches = [pack(rollouts(step), step=step, budget=64, ranks=1)[0] for step in (1, 2, 3)]
+    stepper(batches[0])
+    expected = bits(stepper.state)
+    saver.start(stepper.state)
+    for batch in batches[1:]:
+        stepper(batch)
+        saver.poll()
+    assert saver.writing is not None and checkpoint.latest_complete(run) is None
+    assert bits(stepper.state) != expected
+    slow.go.set()
+    saver.wait()
+    fresh = state_of(c)
+    fresh.load(run / "checkpoints" / "step_1" / TRAINER)
+    assert bits(fresh) == expected
+    saver.start(stepper.state)  # into the same host memory
+    saver.wait()
+    fresh.load(run / "checkpoints" / "step_3" / TRAINER)
+    assert bits(fresh) == bits(stepper.state)
+
+
+def test_the_next_checkpoint_waits_for_the_one_before_and_says_so(
+    tmp_path: Path, trained: TrainState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow, run = Slow(monkeypatch), run_dir(tmp_path)
+    saver = saver_of(run, config("float32"))
+    trained.step = 2
+    saver.start(trained)
+    trained.step = 4
+    second = threading.Thread(target=saver.start, args=(trained,))
+    second.start()
+    while "checkpoint of step 2" not in (run.read_status("trainer-0") or {})["waits_for"]:
+        time.sleep(0.01)
+    slow.go.set()
+    second.join(30)
+    saver.wait()
+    assert [step for step, _ in checkpoint.complete(run)] == [2, 4]
+
+
+def test_synchronous_ones_are_complete_before_the_next_step(tmp_path: Path, trained: TrainState) -> None:
+    run, c = run_dir(tmp_path), config("float32")
+    c = c.model_copy(update={"checkpoint": c.checkpoint.model_copy(update={"asynchronous": False})})
+    saver, trained.step = saver_of(run, c), 2
+    saver.start(trained)
+    latest = checkpoint.latest_complete(run)
+    assert latest is not None and saver.writing is None and checkpoint.verify(latest).step == 2
+
+
+@pytest.mark.parametrize("where", ["parts", "manifest", "begin"])
+def test_a_disk_that_refuses_is_an_error_at_the_next_safe_point_and_leaves_the_earlier_ones(
+    tmp_path: Path, trained: TrainState, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    run, full = run_dir(tmp_path), OSError(28, "No space left on device")
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise full
+
     save(tmp_path, trained)
-
-    def full(folder: Path) -> None:
-        folder.mkdir()
-        raise OSError(28, "No space left on device")
-
-    manifest = Manifest("r", 4, 4, 0, 1, "glm4_moe", 0.0)
-    with pytest.raises(CheckpointError, match="step_4: cannot be written: .*No space left"):
-        checkpoint.write(run_dir(tmp_path), manifest, full, None, keep=1)
-    assert [p.name for _, p in checkpoint.complete(run_dir(tmp_path))] == ["step_2"]
+    saver, trained.step = saver_of(run, config("float32")), 4
+    if where == "parts":  # DCP's own way to tell
+        slow = Slow(monkeypatch)
+        slow.error, slow.save = CheckpointException("write", {0: (full, None)}), refuse  # type: ignore[assignment]
+        slow.go.set()
+    elif where == "manifest":
+        monkeypatch.setattr(checkpoint, "_sync", refuse)
+    else:
+        monkeypatch.setattr(Path, "mkdir", refuse)
+    saver.start(trained)
+    assert saver.writing is not None
+    wait([saver.writing], 30)
+    with pytest.raises(CheckpointError, match="step_4.*cannot be written: .*No space left.*; make room there"):
+        saver.poll()
+    assert [p.name for _, p in checkpoint.complete(run)] == ["step_2"]
+    monkeypatch.undo()
     assert not list((tmp_path / "checkpoints").glob("*.tmp"))
+    saver.start(trained)
+    saver.wait()
+    assert [p.name for _, p in checkpoint.complete(run)] == ["step_2", "step_4"]

@@ -14,7 +14,7 @@ from prl.distributed.mesh import lay_out
 from prl.samples import pack
 from prl.trainer.offload import AHEAD, Part, Transfer
 from tests.distributed.ranks import Ranks
-from tests.trainer.helpers import ALONE, bits, config, rollouts, stepper_of
+from tests.trainer.helpers import ALONE, bits, config, rollouts, save, stepper_of
 
 OPTIMS: dict[str, dict[str, Any]] = {
     "sgd": {"kind": "sgd"},
@@ -37,8 +37,7 @@ def train(rank: int, shape: MeshShape, folder: Path, kinds: list[str]) -> dict[s
             stepper = stepper_of(c, mesh)
             for batch in batches[:2]:
                 stepper(batch)
-            path = folder / f"{kind}-{setting}"
-            stepper.state.save(path)
+            path = save(stepper.state, c, folder / f"{kind}-{setting}")
             other = stepper_of(config("bfloat16", offload=reader, optim={"lr": 1e-2, **OPTIMS[kind]}), mesh)
             other.state.load(path)
             other(batches[2])

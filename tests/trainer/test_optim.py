@@ -168,7 +168,7 @@ def test_what_is_frozen_by_name_stays_and_has_no_state(kind: Any) -> None:
     stepper(pack(rollouts(1), step=1, budget=64, ranks=1)[0])
     moved = {n for n, t in state.weights().items() if not torch.equal(t, before[n])}
     assert moved == state.params.keys() == state.model.state_dict().keys() - state_of_frozen(before)
-    assert {name for name in state._state() if name.startswith("optimizer.")} == {
+    assert {name for name in state.saved() if name.startswith("optimizer.")} == {
         f"optimizer.{n}.{key}" for n, p in state.params.items() for key in state.optimizer.state[p]
     }
 

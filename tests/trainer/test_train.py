@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -129,6 +130,8 @@ async def test_killed_between_checkpoints_a_run_resumes_bit_for_bit(tmp_path: Pa
 
     def kill(t: Trained) -> None:
         if t.step == 3:
+            while checkpoint.latest_complete(run) is None:  # it is written beside the steps
+                time.sleep(0.01)
             process.send_signal(signal.SIGKILL)
 
     await orchestrate(run, c, range(1, 4), code=None, on_trained=kill)
