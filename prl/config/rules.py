@@ -57,9 +57,14 @@ def _model_source(c: RunConfig) -> Found:
         yield "model", f"expected exactly one of path (weights to start from) and architecture (fresh weights), got {got}"
 
 
-@_reads("model.frozen", "trainer.keep_gathered")
+@_reads("model.frozen", "trainer.keep_gathered", "trainer.lora")
 def _patterns(c: RunConfig) -> Found:
-    for path, patterns in (("model.frozen", c.model.frozen), ("trainer.keep_gathered", c.trainer.keep_gathered)):
+    lora = [] if c.trainer.lora is None else c.trainer.lora.targets
+    for path, patterns in (
+        ("model.frozen", c.model.frozen),
+        ("trainer.keep_gathered", c.trainer.keep_gathered),
+        ("trainer.lora.targets", lora),
+    ):
         for i, pattern in enumerate(patterns):
             try:
                 re.compile(pattern)
@@ -222,6 +227,12 @@ def _optim(c: RunConfig) -> Found:
                 f"{path}.decay_steps",
                 f"expected at most {section}.steps - warmup_steps = {steps - o.warmup_steps}, got {o.decay_steps}",
             )
+
+
+@_reads("trainer.lora")
+def _lora(c: RunConfig) -> Found:
+    if c.trainer.lora is not None and not c.trainer.lora.targets:
+        yield "trainer.lora.targets", "expected at least one regular expression over names of linear layers and experts"
 
 
 @_reads("trainer.offload", "trainer.precision")

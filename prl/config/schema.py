@@ -159,6 +159,16 @@ class Mesh(Section):
     """Tokens travel as FP8 codes and scales; needs precision fp8."""
 
 
+class Lora(Section):
+    """Train low-rank adapters instead of the weights."""
+
+    rank: PositiveInt = 16
+    alpha: PositiveFloat = 32.0
+    """A weight is W + (alpha / rank) · B · A."""
+    targets: list[str] = [r"model\.layers\..*"]
+    """Regular expressions over names (fullmatch) of linear layers (`….q_proj`) and experts' stacks (`….experts.down_proj`)."""
+
+
 class Trainer(Section):
     ranks: PositiveInt = 1
     mesh: Mesh = Mesh()
@@ -171,6 +181,7 @@ class Trainer(Section):
     optim: Optim = Optim()
     offload: Literal["none", "optimizer", "parameters"] = "none"
     """What lives on the host: the optimizer's state (the update runs there), or the masters too."""
+    lora: Lora | None = None
     router_replay: bool = True
     replay_selections: bool = False
     """Replay the indexer's recorded selections too (debugging)."""

@@ -56,9 +56,13 @@ def draw(spec: ModelSpec, state: Mapping[str, Tensor], seed: int) -> None:
         elif tensor.dim() == 1:
             tensor.fill_(1.0)
         else:
-            generator = torch.Generator().manual_seed(xxhash.xxh64_intdigest(f"{seed}:{name}".encode()) >> 1)
-            full = torch.empty(tensor.shape, dtype=torch.float32).normal_(0.0, std, generator=generator)
-            copy_into(tensor, (), full)
+            copy_into(tensor, (), drawn(tensor.shape, std, seed, name))
+
+
+def drawn(shape: Sequence[int], std: float, seed: int, name: str) -> Tensor:
+    """A normal float32 tensor that depends on its arguments alone."""
+    generator = torch.Generator().manual_seed(xxhash.xxh64_intdigest(f"{seed}:{name}".encode()) >> 1)
+    return torch.empty(*shape, dtype=torch.float32).normal_(0.0, std, generator=generator)
 
 
 def shapes_of(spec: ModelSpec) -> dict[str, Shape]:

@@ -20,6 +20,7 @@ from prl.distributed.sharded import full
 from prl.kernels import lm_head
 from prl.kernels.weights import gather_as_fp8, weights_changed
 from prl.layers.moe import Experts, set_precision
+from prl.models import lora
 from prl.models.base import ForwardInput, ForwardOutput, Model
 from prl.models.hf import read_hf
 from prl.models.offload import Offload
@@ -79,6 +80,9 @@ class TrainState:
             p.requires_grad_(not any(f.fullmatch(name) for f in frozen))
         split_experts(model, mesh, config.trainer.mesh)
         share_rows(model, mesh)
+        self.adapted = lora.adapt(model, config.trainer.lora) if config.trainer.lora else {}
+        """Name → scale of the weights that have adapters."""
+        self.dtypes |= {name + x: self.dtypes[name] for name in self.adapted for x in (lora.A, lora.B)}
         recompute(model, config.trainer.recompute, config.trainer.recompute_targets)
         self.activations = Offload(mesh.device, n) if (n := config.trainer.offload_activations) else None
         if self.activations is not None:
@@ -89,13 +93,17 @@ class TrainState:
         parallelize(self.policy, model, mesh, types, master, offload=on_host, keep_gathered=keep)
         self._materialise(torch.device("cpu") if on_host else mesh.device)
         if filled:
+            weights = self.weights()
+            base = {n: weights[n] for n in self.published}
             if start is not None:
-                read_hf(start, self.spec, self.weights())
+                read_hf(start, self.spec, base)
             else:
-                draw(self.spec, self.weights(), config.run.seed)
+                draw(self.spec, base, config.run.seed)
+            lora.draw(self.adapted, weights, config.run.seed)
         if mesh.dense is not None:
-            for module in fp8.values():
-                gather_as_fp8(module, mesh.shape.expert_fsdp)
+            for name, module in fp8.items():
+                if not any(adapted.startswith(f"{name}.") for adapted in self.adapted):  # these are added to before
+                    gather_as_fp8(module, mesh.shape.expert_fsdp)
         self.params = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self.biases = [t for n, t in model.state_dict().items() if n.endswith("e_score_correction_bias")]
         """The routers' correction biases, in MoE order."""
@@ -135,9 +143,15 @@ class TrainState:
         return {n: whole(self.model, self.mesh, n, t.detach()) for n, t in self.model.state_dict().items()}
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and whole tensor of the weights as the forward sees them; a collective, so every rank goes through it."""
-        for name, t in self.weights().items():
-            yield name, full(t).to(self.published[name])
+        """Name and whole tensor of the weights as the forward sees them, adapters merged; a collective, so every rank goes
+        through it."""
+        weights = self.weights()
+        for name, dtype in self.published.items():
+            if name in self.adapted:
+                w, a, b = (full(weights[n]).to(self.dtypes[name]) for n in (name, name + lora.A, name + lora.B))
+                yield name, lora.merged(w, a, b, self.adapted[name]).to(dtype)
+            else:
+                yield name, full(weights[name]).to(dtype)
 
     def join_gathering(self) -> None:
         """What the other ranks do while rank 0 goes through `tensors`."""

@@ -92,6 +92,8 @@ def test_the_sound_ones_break_none() -> None:
             "trainer.optim.decay_steps",
             "trainer.steps - warmup_steps = 7, got 8",
         ),
+        ({"trainer": {"lora": {"targets": []}}}, "trainer.lora.targets", "at least one"),
+        ({"trainer": {"lora": {"targets": ["a", "("]}}}, "trainer.lora.targets.1", "regular expression"),
         ({"trainer": {"offload": "parameters", "precision": "fp8"}}, "trainer.offload", "expected none or optimizer"),
         ({"sft": None}, "control", "not set"),
     ],

@@ -98,6 +98,7 @@ class Case:
     """More of the section trainer that must not matter (dispatcher, recomputation, …)."""
     dtype: str = "float64"
     optim: dict[str, Any] = field(default_factory=lambda: {"kind": "adamw", "eps": 1e-6})
+    lora: dict[str, Any] | None = None
     clip: float = 1e9
     pack_tokens: int = 64
     """28, the longest document: one document a row."""
@@ -113,7 +114,8 @@ class Case:
 
     def config(self) -> RunConfig:
         optim = {"lr": 1e-3, "clip": self.clip, **self.optim}
-        trainer = {"ranks": self.ranks, "mesh": self.mesh, "pack_tokens": self.pack_tokens, "replay_selections": True}
+        trainer = {"ranks": self.ranks, "mesh": self.mesh, "pack_tokens": self.pack_tokens, "lora": self.lora}
+        trainer |= {"replay_selections": True}
         return RunConfig.model_validate(
             {
                 "model": {"architecture": ARCHITECTURES[self.architecture], "dtype": self.dtype},
