@@ -1,6 +1,7 @@
 // The router after its GEMM. Of a row's scores, as integers in the cache, only those above a bound that at least K reach are
 // looked at again, and these are few enough to compare each with each: no branch depends on the scores. A row that replays
-// recorded experts skips all of that and reads only the scores that it needs.
+// recorded experts skips all of that: of its logits only those of the chosen are read, a few rows at a time, so that their
+// scores fill vectors (softmax has to see the whole row).
 
 #ifndef PRL_PATH
 
@@ -12,9 +13,16 @@
 
 namespace prl {
 
+enum class Scoring { kSigmoid, kSoftmax, kNone };
+
+inline Scoring scoring_of(const std::string& name) {
+  return name == "sigmoid" ? Scoring::kSigmoid : name == "softmax" ? Scoring::kSoftmax : Scoring::kNone;
+}
+
 // The arguments of `route`; pointers are null where they are None.
 struct Route {
-  const float* scores;
+  const float* logits;
+  Scoring scoring;
   const float* bias;
   const void* recorded;
   ScalarType recorded_type;
@@ -27,10 +35,23 @@ struct Route {
   float* weights;
 };
 
-// `n` recorded ids from the i-th on.
-inline void read_ids(const void* from, ScalarType type, int64_t i, int64_t n, int64_t* to) {
+// The arguments of `route_backward`.
+struct RouteBackward {
+  const float* d_weights;
+  const float* logits;
+  Scoring scoring;
+  const int64_t* ids;
+  int64_t experts, top_k;
+  bool normalise;
+  float scale;
+  float* d_logits;
+};
+
+// `n` recorded ids from the i-th on; as int32_t, what does not fit is −1.
+template <class To>
+inline void read_ids(const void* from, ScalarType type, int64_t i, int64_t n, To* to) {
   auto copy = [&](auto* ids) {
-    for (int64_t k = 0; k < n; ++k) to[k] = int64_t(ids[i + k]);
+    for (int64_t k = 0; k < n; ++k) to[k] = int64_t(ids[i + k]) == To(ids[i + k]) ? To(ids[i + k]) : To(-1);
   };
   switch (type) {
     case ScalarType::Byte:
@@ -46,6 +67,8 @@ inline void read_ids(const void* from, ScalarType type, int64_t i, int64_t n, in
   }
 }
 
+constexpr int64_t kSlots = 256;  // that are worked on together, or one row's (inspect_routes: one token's)
+
 enum class Ids { kGood, kOutside, kTwice };
 
 // Judges rows of ids. `seen` has an entry per expert: the last row that had it.
@@ -53,11 +76,11 @@ class Judge {
  public:
   explicit Judge(int64_t experts) : seen_(experts, -1) {}
 
-  Ids operator()(const int64_t* ids, int64_t n) {
+  Ids operator()(const int32_t* ids, int64_t n) {
     ++row_;
     bool twice = false;
     for (int64_t k = 0; k < n; ++k) {
-      if (uint64_t(ids[k]) >= seen_.size()) return Ids::kOutside;
+      if (uint32_t(ids[k]) >= seen_.size()) return Ids::kOutside;
       twice |= seen_[ids[k]] == row_;
       seen_[ids[k]] = row_;
     }
@@ -77,89 +100,79 @@ class Judge {
 namespace prl {
 namespace {
 
-Tensor router_scores(const Tensor& logits_TE, std::string scoring) {
-  int64_t tokens = logits_TE.size(0), experts = logits_TE.size(1);
-  Tensor scores_TE = empty({tokens, experts}, kF32);
-  const float* logits = in<float>(logits_TE);
-  float* scores = out<float>(scores_TE);
-  auto kernel = scoring == "sigmoid" ? PRL_CHOOSE(sigmoid_rows) : PRL_CHOOSE(softmax_rows);
-  parallel(tokens, 8192 / (experts + 1), [&](int64_t begin, int64_t end) { kernel(logits, experts, scores, begin, end); });
-  return scores_TE;
-}
-
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> route(
-    const Tensor& scores_TE, const std::optional<Tensor>& bias_E, const std::optional<Tensor>& recorded_TK,
+std::tuple<Tensor, Tensor, Tensor> route(
+    const Tensor& logits_TE, std::string scoring, const std::optional<Tensor>& bias_E, const std::optional<Tensor>& recorded_TK,
     const std::optional<Tensor>& routed_T, const std::optional<Tensor>& padding_T, int64_t top_k, int64_t n_group,
     int64_t topk_group, bool normalise, double scale) {
-  int64_t tokens = scores_TE.size(0), experts = scores_TE.size(1);
-  Tensor ids_TK = empty({tokens, top_k}, kI64), weights_TK = empty({tokens, top_k}, kF32);
-  Tensor rows_E = empty({experts}, kI64), true_E = empty({experts}, kI64), invalid = empty({2}, kI64);
-  Route r = {in<float>(scores_TE), in<float>(bias_E), recorded_TK ? recorded_TK->const_data_ptr() : nullptr,
-             recorded_TK ? recorded_TK->scalar_type() : kI64, in<bool>(routed_T), in<bool>(padding_T), experts, top_k, n_group,
-             topk_group, normalise, float(scale), out<int64_t>(ids_TK), out<float>(weights_TK)};
-  if (r.padding)  // dealt in the order of the rows, so here
-    for (int64_t t = 0, nth = 0; t < tokens; ++t)
-      if (r.padding[t])
-        for (int64_t k = 0; k < top_k; ++k) r.ids[t * top_k + k] = nth++ % experts;
-  std::atomic<int64_t> outside = 0, twice = 0;
+  int64_t tokens = logits_TE.size(0), experts = logits_TE.size(1);
+  STD_TORCH_CHECK(0 < top_k && top_k <= experts, "route: top_k must be 1 to ", experts, ", got ", top_k);
+  Tensor ids_TK = empty({tokens, top_k}, kI64), weights_TK = empty({tokens, top_k}, kF32), counts_E = empty({experts}, kI64);
+  Route r = {in<float>(logits_TE), scoring_of(scoring), in<float>(bias_E),
+             recorded_TK ? recorded_TK->const_data_ptr() : nullptr, recorded_TK ? recorded_TK->scalar_type() : kI64,
+             in<bool>(routed_T), in<bool>(padding_T), experts, top_k, n_group, topk_group, normalise, float(scale),
+             out<int64_t>(ids_TK), out<float>(weights_TK)};
+  std::atomic<int64_t> outside = -1;  // the slot of an id out of range
   auto kernel = PRL_CHOOSE(route_rows);
   parallel(tokens, 8192 / (experts + 1), [&](int64_t begin, int64_t end) {
-    int64_t found[2] = {};
-    kernel(r, begin, end, found);
-    outside += found[0];
-    twice += found[1];
+    int64_t slot = kernel(r, begin, end);
+    if (slot >= 0) outside = slot;
   });
-  int64_t *rows = out<int64_t>(rows_E), *real = out<int64_t>(true_E), *counts = out<int64_t>(invalid);
+  STD_TORCH_CHECK(outside < 0, "route: recorded_TK must be 0 to ", experts - 1, " where it is replayed, got ", r.ids[outside]);
   // In four parts, since an addition must wait for the last one to the same place.
   std::vector<int64_t> parts(4 * experts);
-  for (int64_t i = 0; i < tokens * top_k; ++i) ++parts[r.ids[i] * 4 + i % 4];
-  for (int64_t e = 0; e < experts; ++e) rows[e] = real[e] = parts[e * 4] + parts[e * 4 + 1] + parts[e * 4 + 2] + parts[e * 4 + 3];
+  int64_t slots = tokens * top_k, done = 0, *part = parts.data(), *counts = out<int64_t>(counts_E);
+  for (; done + 4 <= slots; done += 4)
+    for (int64_t i = 0; i < 4; ++i) ++part[i * experts + r.ids[done + i]];
+  for (; done < slots; ++done) ++part[r.ids[done]];
+  for (int64_t e = 0; e < experts; ++e) counts[e] = part[e] + part[experts + e] + part[2 * experts + e] + part[3 * experts + e];
   if (r.padding)
-    for (int64_t i = 0; i < tokens * top_k; ++i) real[r.ids[i]] -= r.padding[i / top_k];
-  counts[0] = outside;
-  counts[1] = twice;
-  return {ids_TK, weights_TK, rows_E, true_E, invalid};
+    for (int64_t i = 0; i < slots; ++i) counts[r.ids[i]] -= r.padding[i / top_k];
+  return {ids_TK, weights_TK, counts_E};
 }
 
-Tensor route_backward(const Tensor& d_weights_TK, const Tensor& scores_TE, const Tensor& ids_TK, bool normalise, double scale) {
-  int64_t tokens = scores_TE.size(0), experts = scores_TE.size(1), top_k = ids_TK.size(1);
-  Tensor d_scores_TE = empty({tokens, experts}, kF32);
-  const float *d_weights = in<float>(d_weights_TK), *scores = in<float>(scores_TE);
+Tensor route_backward(const Tensor& d_weights_TK, const Tensor& logits_TE, std::string scoring, const Tensor& ids_TK,
+                      bool normalise, double scale) {
+  int64_t tokens = logits_TE.size(0), experts = logits_TE.size(1), top_k = ids_TK.size(1);
+  Tensor d_logits_TE = empty({tokens, experts}, kF32);
   const int64_t* ids = in<int64_t>(ids_TK);
-  float* to = out<float>(d_scores_TE);
   for (int64_t i = 0; i < tokens * top_k; ++i)
     STD_TORCH_CHECK(uint64_t(ids[i]) < uint64_t(experts), "route_backward: ids_TK must be 0 to ", experts - 1, ", got ", ids[i]);
-  parallel(tokens, 32768 / (experts + 1), [&](int64_t begin, int64_t end) {
-    for (int64_t t = begin; t < end; ++t) {
-      const int64_t* id = ids + t * top_k;
-      const float *d = d_weights + t * top_k, *score = scores + t * experts;
-      float *row = to + t * experts, total = 0, slope = 0, factor = float(scale);
-      memset(row, 0, experts * sizeof(float));
-      for (int64_t k = 0; k < top_k; ++k) total += score[id[k]];
-      total += 1e-20f;
-      for (int64_t k = 0; k < top_k; ++k) slope += d[k] * factor * (score[id[k]] / total);
-      for (int64_t k = 0; k < top_k; ++k) row[id[k]] += normalise ? (d[k] * factor - slope) / total : d[k] * factor;
-    }
-  });
-  return d_scores_TE;
+  RouteBackward r = {in<float>(d_weights_TK), in<float>(logits_TE), scoring_of(scoring), ids, experts, top_k, normalise,
+                     float(scale), out<float>(d_logits_TE)};
+  auto kernel = PRL_CHOOSE(route_backward_rows);
+  parallel(tokens, 16384 / (experts + 1), [&](int64_t begin, int64_t end) { kernel(r, begin, end); });
+  return d_logits_TE;
 }
 
 Tensor inspect_routes(const Tensor& routes_TLK, const std::optional<Tensor>& routed_T, int64_t n_experts) {
   int64_t tokens = routes_TLK.size(0), layers = routes_TLK.size(1), top_k = routes_TLK.size(2);
   Tensor result = empty({3}, kI64);
-  const void* ids = routes_TLK.const_data_ptr();
+  const void* from = routes_TLK.const_data_ptr();
   ScalarType type = routes_TLK.scalar_type();
   const bool* routed = in<bool>(routed_T);
   std::atomic<int64_t> outside = 0, twice = 0, first = tokens * layers;
-  parallel(tokens, 16384 / (layers * top_k + 1), [&](int64_t begin, int64_t end) {
+  auto doubt = PRL_CHOOSE(suspicious);
+  int64_t width = layers * top_k, step = std::max<int64_t>(1, kSlots / std::max<int64_t>(1, width));
+  parallel(tokens, 65536 / (width + 1), [&](int64_t begin, int64_t end) {
     Judge judge(n_experts);
-    std::vector<int64_t> row(top_k);
+    std::vector<int32_t> ids(step * width + top_k + 16), places(ids.size(), int32_t(top_k));
+    for (int64_t i = 0; i < step * width; ++i) places[i] = int32_t(i % top_k);
     int64_t found[2] = {}, mine = tokens * layers;
-    for (int64_t t = begin; t < end; ++t) {
-      if (routed && !routed[t]) continue;
-      for (int64_t i = t * layers; i < (t + 1) * layers; ++i) {
-        read_ids(ids, type, i * top_k, top_k, row.data());
-        Ids verdict = judge(row.data(), top_k);
+    for (int64_t t = begin; t < end; t += step) {
+      int64_t last = t + step < end ? t + step : end, n = 0;
+      if (!routed) {
+        n = (last - t) * width;
+        read_ids(from, type, t * width, n, ids.data());
+      } else {
+        for (int64_t u = t; u < last; ++u)
+          if (routed[u]) read_ids(from, type, u * width, width, &ids[n]), n += width;
+      }
+      if (!doubt(ids.data(), places.data(), n, top_k, n_experts)) continue;
+      const int32_t* row = ids.data();
+      for (int64_t i = t * layers; i < last * layers; ++i) {
+        if (routed && !routed[i / layers]) continue;
+        Ids verdict = judge(row, top_k);
+        row += top_k;
         if (verdict == Ids::kGood) continue;
         ++found[verdict == Ids::kTwice];
         if (i < mine) mine = i;
@@ -182,16 +195,14 @@ Tensor inspect_routes(const Tensor& routes_TLK, const std::optional<Tensor>& rou
 }  // namespace prl
 
 STABLE_TORCH_LIBRARY_FRAGMENT(prl_cpu, m) {
-  m.def("router_scores(Tensor logits_TE, str scoring) -> Tensor");
   m.def(
-      "route(Tensor scores_TE, Tensor? bias_E, Tensor? recorded_TK, Tensor? routed_T, Tensor? padding_T, int top_k, int n_group,"
-      " int topk_group, bool normalise, float scale) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
-  m.def("route_backward(Tensor d_weights_TK, Tensor scores_TE, Tensor ids_TK, bool normalise, float scale) -> Tensor");
+      "route(Tensor logits_TE, str scoring, Tensor? bias_E, Tensor? recorded_TK, Tensor? routed_T, Tensor? padding_T, int top_k,"
+      " int n_group, int topk_group, bool normalise, float scale) -> (Tensor, Tensor, Tensor)");
+  m.def("route_backward(Tensor d_weights_TK, Tensor logits_TE, str scoring, Tensor ids_TK, bool normalise, float scale) -> Tensor");
   m.def("inspect_routes(Tensor routes_TLK, Tensor? routed_T, int n_experts) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(prl_cpu, CPU, m) {
-  m.impl("router_scores", TORCH_BOX(&prl::router_scores));
   m.impl("route", TORCH_BOX(&prl::route));
   m.impl("route_backward", TORCH_BOX(&prl::route_backward));
   m.impl("inspect_routes", TORCH_BOX(&prl::inspect_routes));
@@ -199,32 +210,28 @@ STABLE_TORCH_LIBRARY_IMPL(prl_cpu, CPU, m) {
 
 #else
 
-static void sigmoid_rows(const float* logits, int64_t experts, float* scores, int64_t begin, int64_t end) {
-  for (int64_t i = begin * experts; i < end * experts; i += kLanes)
-    store(scores + i, sigmoid(load(logits + i, end * experts - i)), end * experts - i);
+static void sigmoids(float* x, int64_t n) {
+  for (int64_t i = 0; i < n; i += kLanes) store(x + i, sigmoid(load(x + i, n - i)), n - i);
 }
 
-// Softmax: exponentials in the order of the lanes of `Sum`.
-static void softmax_rows(const float* logits, int64_t experts, float* scores, int64_t begin, int64_t end) {
-  for (int64_t t = begin; t < end; ++t) {
-    const float* x = logits + t * experts;
-    float *y = scores + t * experts, top = -INFINITY;
-    vf tops = splat(top);
-    for (int64_t i = 0; i < experts; i += kLanes) {
-      vf v = load(x + i, experts - i, -INFINITY);
-      tops = v > tops ? v : tops;
-    }
-    for (int i = 0; i < kLanes; ++i) top = tops[i] > top ? tops[i] : top;
-    Sum sum;
-    for (int64_t i = 0; i < experts; i += kLanes) {
-      vf e = exp(load(x + i, experts - i, -INFINITY) - top);
-      vf& part = sum.part[i / kLanes % (16 / kLanes)];
-      part = part + e;
-      store(y + i, e, experts - i);
-    }
-    float total = sum.total();
-    for (int64_t i = 0; i < experts; i += kLanes) store(y + i, load(y + i, experts - i) / total, experts - i);
+// Exponentials are added in the order of the lanes of `Sum`.
+static void softmax(const float* x, int64_t n, float* y) {
+  float top = -INFINITY;
+  vf tops = splat(top);
+  for (int64_t i = 0; i < n; i += kLanes) {
+    vf v = load(x + i, n - i, -INFINITY);
+    tops = v > tops ? v : tops;
   }
+  for (int i = 0; i < kLanes; ++i) top = tops[i] > top ? tops[i] : top;
+  Sum sum;
+  for (int64_t i = 0; i < n; i += kLanes) {
+    vf e = exp(load(x + i, n - i, -INFINITY) - top);
+    vf& part = sum.part[i / kLanes % (16 / kLanes)];
+    part = part + e;
+    store(y + i, e, n - i);
+  }
+  float total = sum.total();
+  for (int64_t i = 0; i < n; i += kLanes) store(y + i, load(y + i, n - i) / total, n - i);
 }
 
 // Integers in the order of the scores, as sorting has it: zeros equal, NaN above all. kNone is below every score.
@@ -334,37 +341,133 @@ static void limit_groups(int32_t* keys, const Route& r, std::vector<int32_t>& be
   }
 }
 
-static void route_rows(const Route& r, int64_t begin, int64_t end, int64_t* found) {
-  int64_t padded = (r.experts + 15) / 16 * 16;
-  std::vector<int32_t> keys(padded, kNone), places(padded + 16), best(r.groups);
-  Judge judge(r.experts);
-  for (int64_t t = begin; t < end; ++t) {
-    const float* scores = r.scores + t * r.experts;
-    int64_t* ids = r.ids + t * r.top_k;
-    bool chosen = r.padding && r.padding[t];
-    if (!chosen && r.recorded && (!r.routed || r.routed[t])) {
-      read_ids(r.recorded, r.recorded_type, t * r.top_k, r.top_k, ids);
-      Ids verdict = judge(ids, r.top_k);
-      if (verdict != Ids::kGood) ++found[verdict == Ids::kTwice];
-      chosen = verdict != Ids::kOutside;
-    }
-    if (!chosen) {
-      for (int64_t i = 0; i < r.experts; i += kLanes) {
-        int64_t left = r.experts - i;
-        vf x = load(scores + i, left);
-        store(&keys[i], keys_of(r.bias ? x + load(r.bias + i, left) : x));
-      }
-            for (int64_t e = r.experts; e < padded; ++e) keys[e] = kNone;
-      if (r.top_groups < r.groups) limit_groups(keys.data(), r, best);
-      choose(keys.data(), padded, r.top_k, places, ids);
-    }
-    float* weights = r.weights + t * r.top_k;
-    float total = 0;
-    for (int64_t k = 0; k < r.top_k; ++k) total += weights[k] = scores[ids[k]];
-    total = r.normalise ? total + 1e-20f : 1.0f;
-    for (int64_t k = 0; k < r.top_k; k += kLanes)
-      store(weights + k, load(weights + k, r.top_k - k) / total * r.scale, r.top_k - k);
+// The best of a row, given its logits or, with a softmax, its scores.
+PRL_INLINE void choose_row(const Route& r, const float* from, std::vector<int32_t>& keys, std::vector<int32_t>& places,
+                           std::vector<int32_t>& best, int64_t* ids) {
+  for (int64_t i = 0; i < r.experts; i += kLanes) {
+    int64_t left = r.experts - i;
+    vf x = load(from + i, left);
+    if (r.scoring == Scoring::kSigmoid) x = sigmoid(x);
+    store(&keys[i], keys_of(r.bias ? x + load(r.bias + i, left) : x));
   }
+  for (int64_t e = r.experts; e < int64_t(keys.size()); ++e) keys[e] = kNone;
+  if (r.top_groups < r.groups) limit_groups(keys.data(), r, best);
+  choose(keys.data(), keys.size(), r.top_k, places, ids);
+}
+
+// Whether of `n` ids, rows of top_k, one may be out of range or twice in its row; `places` has the place of each in its row.
+static bool suspicious(const int32_t* ids, const int32_t* places, int64_t n, int64_t top_k, int64_t experts) {
+  vi found = {};
+  for (int64_t i = 0; i < n; i += kLanes) {
+    vi mine = load(ids + i), place = load(places + i);
+    found |= (vu)mine >= uint32_t(experts);
+    for (int64_t d = 1; d < top_k; ++d) found |= (mine == load(ids + i + d)) & (place < int32_t(top_k - d));
+  }
+  return max_of(-found) > 0;
+}
+
+// What stands in each of some rows at its top_k ids.
+template <int kTopK>
+PRL_INLINE void gather(const float* from, int64_t experts, const int64_t* ids, int64_t top_k, int64_t rows, float* to) {
+  const int64_t k = kTopK ? kTopK : top_k;
+  for (int64_t t = 0; t < rows; ++t, from += experts)
+    for (int64_t i = 0; i < k; ++i) to[t * k + i] = from[ids[t * k + i]];
+}
+
+// The functions of rows know top_k where it is usual: 0 is any other.
+#define PRL_TOP_K(f, k) ((k) == 8 ? f<8> : (k) == 4 ? f<4> : f<0>)
+
+template <int kTopK>
+static int64_t route_some_rows(const Route& r, int64_t begin, int64_t end) {
+  const int64_t k = kTopK ? kTopK : r.top_k, e = r.experts, step = std::max<int64_t>(1, kSlots / k);
+  std::vector<int32_t> keys((e + 15) / 16 * 16), places(keys.size() + 16), best(r.groups);
+  std::vector<float> row(e), chosen(step * k + 16), totals(step * k + 16);
+  const bool soft = r.scoring == Scoring::kSoftmax, replaying = r.recorded, *routed = r.routed, *padding = r.padding;
+  int64_t dealt = 0;
+  if (padding)
+    for (int64_t t = 0; t < begin; ++t) dealt += padding[t];
+  dealt = dealt * k % e;
+  for (int64_t first = begin; first < end; first += step) {
+    int64_t rows = std::min(step, end - first), *ids = r.ids + first * k;
+    const float* logits = r.logits + first * e;
+    uint64_t largest = 0;
+    if (replaying) {
+      read_ids(r.recorded, r.recorded_type, first * k, rows * k, ids);
+      for (int64_t i = 0; i < rows * k; ++i) largest = std::max(largest, uint64_t(ids[i]));
+    }
+    for (int64_t t = first; t < first + rows; ++t) {
+      int64_t* id = ids + (t - first) * k;
+      const float* from = logits + (t - first) * e;
+      if (soft) softmax(from, e, row.data()), from = row.data();
+      if (padding && padding[t]) {
+        for (int64_t i = 0; i < k; ++i, dealt = dealt + 1 < e ? dealt + 1 : 0) id[i] = dealt;
+      } else if (!replaying || (routed && !routed[t])) {
+        choose_row(r, from, keys, places, best, id);
+      } else if (largest >= uint64_t(e)) {
+        for (int64_t i = 0; i < k; ++i)
+          if (uint64_t(id[i]) >= uint64_t(e)) return t * k + i;
+      }
+      if (soft) gather<kTopK>(from, e, id, k, 1, &chosen[(t - first) * k]);
+    }
+    if (!soft) gather<kTopK>(logits, e, ids, k, rows, chosen.data());
+    if (r.scoring == Scoring::kSigmoid) sigmoids(chosen.data(), rows * k);
+    for (int64_t t = 0; t < rows; ++t) {
+      float total = 0;
+      for (int64_t i = 0; i < k; ++i) total += chosen[t * k + i];
+      total = r.normalise ? total + 1e-20f : 1.0f;
+      for (int64_t i = 0; i < k; i += kLanes) store(&totals[t * k + i], splat(total));  // the next row overwrites the excess
+    }
+    float* weights = r.weights + first * k;
+    for (int64_t i = 0, n = rows * k; i < n; i += kLanes)
+      store(weights + i, load(&chosen[i]) / load(&totals[i]) * r.scale, n - i);
+  }
+  return -1;
+}
+
+// Rows [begin, end). Returns the first slot that replays an id out of range, or −1.
+static int64_t route_rows(const Route& r, int64_t begin, int64_t end) {
+  return PRL_TOP_K(route_some_rows, r.top_k)(r, begin, end);
+}
+
+template <int kTopK>
+static void route_backward_some_rows(const RouteBackward& r, int64_t begin, int64_t end) {
+  const int64_t k = kTopK ? kTopK : r.top_k, e = r.experts;
+  const bool soft = r.scoring == Scoring::kSoftmax;
+  const int64_t step = soft ? 1 : std::max<int64_t>(1, kSlots / std::max<int64_t>(1, k));
+  std::vector<float> row(e), chosen(step * k + 16);
+  for (int64_t first = begin; first < end; first += step) {
+    int64_t rows = std::min(step, end - first);
+    const int64_t* id = r.ids + first * k;
+    const float *d_weights = r.d_weights + first * k, *score = chosen.data();
+    const float* from = r.logits + first * e;
+    float* to = r.d_logits + first * e;
+    if (soft) softmax(from, e, row.data()), from = row.data();
+    gather<kTopK>(from, e, id, k, rows, chosen.data());
+    if (r.scoring == Scoring::kSigmoid) sigmoids(chosen.data(), rows * k);
+    memset(to, 0, rows * e * sizeof(float));
+    for (int64_t t = 0; t < rows; ++t, id += k, d_weights += k, score += k, to += e) {
+      float total = 0, slope = 0, common = 0;
+      if (r.normalise) {
+        for (int64_t i = 0; i < k; ++i) total += score[i];
+        for (int64_t i = 0; i < k; ++i) slope += d_weights[i] * r.scale * score[i];
+        total += 1e-20f;
+        slope /= total;
+      } else {
+        total = 1.0f;
+      }
+      for (int64_t i = 0; i < k; ++i) {
+        float d = (d_weights[i] * r.scale - slope) / total;
+        to[id[i]] += r.scoring == Scoring::kSigmoid ? d * (score[i] * (1.0f - score[i])) : d;
+        common += d * score[i];
+      }
+      if (soft)
+        for (int64_t i = 0; i < e; i += kLanes) store(to + i, load(&row[i], e - i) * (load(to + i, e - i) - common), e - i);
+    }
+  }
+}
+
+static void route_backward_rows(const RouteBackward& r, int64_t begin, int64_t end) {
+  PRL_TOP_K(route_backward_some_rows, r.top_k)(r, begin, end);
 }
 
 #endif

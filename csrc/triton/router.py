@@ -1,4 +1,4 @@
-"""The router after its logits: scores, the choice or the replayed experts with weights and counts, and the gradient.
+"""The router after its logits: the choice or the replayed experts with weights and counts, and the gradient.
 
 A program has a few tokens and all experts. The best expert is the largest of keys that hold the score, in integers ordered as
 floats are, above the index, so that ties are broken in the same reduction. Counts are integers added atomically: their order
@@ -48,19 +48,31 @@ def _index_of(best, LAST: tl.constexpr):
     return -(best & 0x7FFFFFFF).to(tl.int32) + LAST
 
 
-@triton.jit(do_not_specialize=["n_tokens"])
-def _scores(logits, scores, n_tokens, n_experts, SOFTMAX: tl.constexpr, TOKENS: tl.constexpr, EXPERTS: tl.constexpr):
-    tokens = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)[:, None]
+@triton.jit
+def _load_logits(logits, token, n_tokens, n_experts, EXPERTS: tl.constexpr):
+    """[tokens, EXPERTS]: −inf where there is no expert, 0 where there is no token."""
     experts = tl.arange(0, EXPERTS)[None, :]
-    inside = (tokens < n_tokens) & (experts < n_experts)
-    x = tl.load(logits + tokens * n_experts + experts, mask=inside, other=float("-inf"))
-    if SOFTMAX:
-        x = tl.where(tokens < n_tokens, x, 0.0)
-        powers = exp(x - tl.max(x, axis=1)[:, None])
-        result = tl.math.div_rn(powers, tl.sum(powers, axis=1)[:, None])
+    inside = (token < n_tokens)[:, None] & (experts < n_experts)
+    x = tl.load(logits + token[:, None] * n_experts + experts, mask=inside, other=float("-inf"))
+    return tl.where((token < n_tokens)[:, None], x, 0.0)
+
+
+@triton.jit
+def _softmax_of(x):
+    """The largest logit of each row, and the sum of the powers taken from there."""
+    top = tl.max(x, axis=1)[:, None]
+    return top, tl.sum(exp(x - top), axis=1)[:, None]
+
+
+@triton.jit
+def _score(x, top, total, SCORING: tl.constexpr):
+    """The scores of logits, those of a whole row or of some, in the same bits; `top` and `total` are the softmax's."""
+    if SCORING == "sigmoid":
+        return sigmoid(x)
+    elif SCORING == "softmax":
+        return tl.math.div_rn(exp(x - top), total)
     else:
-        result = sigmoid(x)
-    tl.store(scores + tokens * n_experts + experts, result, mask=inside)
+        return x
 
 
 @triton.jit
@@ -99,16 +111,6 @@ def _choose(key, experts, slots, K: tl.constexpr):
 
 
 @triton.jit
-def _faults(ids, slots, n_experts, K: tl.constexpr, SLOTS: tl.constexpr):
-    """Of each row of `ids` [rows, SLOTS], int64: whether one is out of range, and whether one stands twice in a row without."""
-    outside = tl.max(((slots < K) & ((ids < 0) | (ids >= n_experts))).to(tl.int32), axis=1) > 0
-    index = tl.arange(0, SLOTS)
-    earlier = (index[None, :, None] < index[None, None, :]) & (index[None, None, :] < K)
-    equal = ((ids[:, :, None] == ids[:, None, :]) & earlier).to(tl.int32)
-    return outside, (tl.max(tl.max(equal, axis=2), axis=1) > 0) & (outside == 0)
-
-
-@triton.jit
 def _sum_in_order(x, slots, K: tl.constexpr):
     total = tl.zeros((x.shape[0],), tl.float32)
     for k in range(K):
@@ -118,78 +120,98 @@ def _sum_in_order(x, slots, K: tl.constexpr):
 
 @triton.jit(do_not_specialize=GENERAL)
 def _route(
-    scores, bias, recorded, routed, padding, nth_padding, ids_out, weights_out, rows_out, true_out, invalid_out,
-    n_tokens, n_experts, scale, HAS_BIAS: tl.constexpr, REPLAY: tl.constexpr, HAS_ROUTED: tl.constexpr,
-    HAS_PADDING: tl.constexpr, NORMALISE: tl.constexpr, K: tl.constexpr, N_GROUP: tl.constexpr, TOPK_GROUP: tl.constexpr,
-    TOKENS: tl.constexpr, EXPERTS: tl.constexpr, SLOTS: tl.constexpr, GROUPS: tl.constexpr,
+    logits, bias, recorded, routed, padding, nth_padding, ids_out, weights_out, counts_out, n_tokens, n_experts, scale,
+    SCORING: tl.constexpr, HAS_BIAS: tl.constexpr, REPLAY: tl.constexpr, HAS_ROUTED: tl.constexpr, HAS_PADDING: tl.constexpr,
+    NORMALISE: tl.constexpr, K: tl.constexpr, N_GROUP: tl.constexpr, TOPK_GROUP: tl.constexpr, TOKENS: tl.constexpr,
+    EXPERTS: tl.constexpr, SLOTS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
     exists = token < n_tokens
     experts, slots = tl.arange(0, EXPERTS)[None, :], tl.arange(0, SLOTS)[None, :]
-    inside = exists[:, None] & (experts < n_experts)
-    choice = tl.load(scores + token[:, None] * n_experts + experts, mask=inside, other=0.0)
-    if HAS_BIAS:
-        choice += tl.load(bias + experts, mask=experts < n_experts, other=0.0)
-    key = ordered(choice)
-    if TOPK_GROUP < N_GROUP:
-        key = _within_groups(key, experts, n_experts, N_GROUP, TOPK_GROUP, GROUPS)
-    key = tl.where(experts < n_experts, key, -0x7FFFFFFF - 1)
-    ids = _choose(key, experts, slots, K).to(tl.int64)
-
     here = token[:, None] * K + slots
     filled = exists[:, None] & (slots < K)
+    ids = tl.zeros((TOKENS, SLOTS), tl.int64)
+    decided = exists == 0
     is_padding = tl.load(padding + token, mask=exists, other=0) != 0 if HAS_PADDING else token < 0
     if REPLAY:
-        replay = exists & (is_padding == 0)
-        if HAS_ROUTED:
-            replay = replay & (tl.load(routed + token, mask=exists, other=0) != 0)
-        given = tl.load(recorded + here, mask=filled, other=0).to(tl.int64)
-        outside, twice = _faults(given, slots, n_experts, K, SLOTS)
-        tl.atomic_add(invalid_out, tl.sum((outside & replay).to(tl.int64), axis=0))
-        tl.atomic_add(invalid_out + 1, tl.sum((twice & replay).to(tl.int64), axis=0))
-        ids = tl.where((replay & (outside == 0))[:, None], given, ids)
+        ids = tl.load(recorded + here, mask=filled, other=0).to(tl.int64)
+        outside = tl.max(((ids < 0) | (ids >= n_experts)).to(tl.int32), axis=1) > 0
+        replay = tl.load(routed + token, mask=exists, other=0) != 0 if HAS_ROUTED else exists
+        decided = decided | (replay & (outside == 0))
     if HAS_PADDING:
         nth = tl.load(nth_padding + token, mask=exists, other=0)[:, None] - 1
         ids = tl.where(is_padding[:, None], (nth * K + slots) % n_experts, ids)
+        decided = decided | is_padding
 
-    weights = tl.load(scores + token[:, None] * n_experts + ids, mask=filled, other=0.0)
+    top, total = 0.0, 0.0
+    if SCORING == "softmax":
+        top, total = _softmax_of(_load_logits(logits, token, n_tokens, n_experts, EXPERTS))
+    if tl.min(decided.to(tl.int32), axis=0) == 0:  # else nothing but the logits of the chosen is read
+        choice = _score(_load_logits(logits, token, n_tokens, n_experts, EXPERTS), top, total, SCORING)
+        if HAS_BIAS:
+            choice += tl.load(bias + experts, mask=experts < n_experts, other=0.0)
+        key = ordered(choice)
+        if TOPK_GROUP < N_GROUP:
+            key = _within_groups(key, experts, n_experts, N_GROUP, TOPK_GROUP, GROUPS)
+        key = tl.where(experts < n_experts, key, -0x7FFFFFFF - 1)
+        ids = tl.where(decided[:, None], ids, _choose(key, experts, slots, K).to(tl.int64))
+
+    chosen = tl.load(logits + token[:, None] * n_experts + ids, mask=filled, other=0.0)
+    weights = _score(chosen, top, total, SCORING)
     if NORMALISE:
         weights = tl.math.div_rn(weights, (_sum_in_order(weights, slots, K) + 1e-20)[:, None])
     tl.store(ids_out + here, ids, mask=filled)
     tl.store(weights_out + here, weights * scale, mask=filled)
 
+    counted = filled & (is_padding == 0)[:, None]
     counts = tl.zeros((TOKENS, EXPERTS), tl.int32)
     for k in range(K):
-        chosen = tl.sum(tl.where((slots == k) & filled, ids + 1, 0), axis=1) - 1
-        counts += (experts == chosen[:, None]).to(tl.int32)
-    n_rows = tl.sum(counts, axis=0)
-    expert = tl.arange(0, EXPERTS)
-    tl.atomic_add(rows_out + expert, n_rows.to(tl.int64), mask=n_rows > 0)
-    if HAS_PADDING:
-        n_true = tl.sum(tl.where(is_padding[:, None], 0, counts), axis=0)
-        tl.atomic_add(true_out + expert, n_true.to(tl.int64), mask=n_true > 0)
+        expert = tl.sum(tl.where((slots == k) & counted, ids + 1, 0), axis=1) - 1
+        counts += (experts == expert[:, None]).to(tl.int32)
+    n = tl.sum(counts, axis=0)
+    tl.atomic_add(counts_out + tl.arange(0, EXPERTS), n.to(tl.int64), mask=n > 0)
 
 
 @triton.jit(do_not_specialize=["n_tokens"])
 def _route_backward(
-    d_weights, scores, ids, d_scores, n_tokens, n_experts, scale, NORMALISE: tl.constexpr, K: tl.constexpr,
-    TOKENS: tl.constexpr, EXPERTS: tl.constexpr, SLOTS: tl.constexpr,
+    d_weights, logits, ids, d_logits, n_tokens, n_experts, scale, SCORING: tl.constexpr, NORMALISE: tl.constexpr,
+    K: tl.constexpr, TOKENS: tl.constexpr, EXPERTS: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)[:, None]
+    token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
     experts, slots = tl.arange(0, EXPERTS)[None, :], tl.arange(0, SLOTS)[None, :]
-    filled = (token < n_tokens) & (slots < K)
-    here = token * K + slots
+    filled = (token < n_tokens)[:, None] & (slots < K)
+    here = token[:, None] * K + slots
     chosen = tl.load(ids + here, mask=filled, other=-1)
     d = tl.load(d_weights + here, mask=filled, other=0.0) * scale
+    scores, top, total = 0.0, 0.0, 0.0
+    if SCORING == "softmax":
+        x = _load_logits(logits, token, n_tokens, n_experts, EXPERTS)
+        top, total = _softmax_of(x)
+        scores = _score(x, top, total, SCORING)
+    score = _score(tl.load(logits + token[:, None] * n_experts + chosen, mask=filled, other=0.0), top, total, SCORING)
     if NORMALISE:
-        score = tl.load(scores + token * n_experts + chosen, mask=filled, other=0.0)
-        total = (_sum_in_order(score, slots, K) + 1e-20)[:, None]
-        d = tl.math.div_rn(d - _sum_in_order(d * tl.math.div_rn(score, total), slots, K)[:, None], total)
+        below = (_sum_in_order(score, slots, K) + 1e-20)[:, None]
+        d = tl.math.div_rn(d - _sum_in_order(d * tl.math.div_rn(score, below), slots, K)[:, None], below)
+    if SCORING == "sigmoid":
+        d = d * (score * (1.0 - score))
     dense = tl.zeros((TOKENS, EXPERTS), tl.float32)
     for k in range(K):  # an expert that stands twice gets both
         expert = tl.sum(tl.where(slots == k, chosen, 0), axis=1)[:, None]
         dense += tl.where(experts == expert, tl.sum(tl.where(slots == k, d, 0.0), axis=1)[:, None], 0.0)
-    tl.store(d_scores + token * n_experts + experts, dense, mask=(token < n_tokens) & (experts < n_experts))
+    if SCORING == "softmax":
+        dense = scores * (dense - _sum_in_order(d * score, slots, K)[:, None])
+    inside = (token < n_tokens)[:, None] & (experts < n_experts)
+    tl.store(d_logits + token[:, None] * n_experts + experts, dense, mask=inside)
+
+
+@triton.jit
+def _faults(ids, slots, n_experts, K: tl.constexpr, SLOTS: tl.constexpr):
+    """Of each row of `ids` [rows, SLOTS], int64: whether one is out of range, and whether one stands twice in a row without."""
+    outside = tl.max(((slots < K) & ((ids < 0) | (ids >= n_experts))).to(tl.int32), axis=1) > 0
+    index = tl.arange(0, SLOTS)
+    earlier = (index[None, :, None] < index[None, None, :]) & (index[None, None, :] < K)
+    equal = ((ids[:, :, None] == ids[:, None, :]) & earlier).to(tl.int32)
+    return outside, (tl.max(tl.max(equal, axis=2), axis=1) > 0) & (outside == 0)
 
 
 @triton.jit(do_not_specialize=GENERAL)
@@ -210,18 +232,9 @@ def _inspect(
     tl.atomic_min(found + 2, tl.min(tl.where(outside | twice, row, n_rows), axis=0))
 
 
-def router_scores(logits_TE: Tensor, scoring: str) -> Tensor:
-    tokens, experts = logits_TE.shape
-    scores_TE = torch.empty_like(logits_TE)
-    if experts:
-        programs = triton.cdiv(tokens, config("router_scores")["TOKENS"])
-        constexprs = {"SOFTMAX": scoring == "softmax", "EXPERTS": triton.next_power_of_2(experts)}
-        launch("router_scores", _scores, programs, logits_TE, scores_TE, tokens, experts, **constexprs)
-    return scores_TE
-
-
 def route(
-    scores_TE: Tensor,
+    logits_TE: Tensor,
+    scoring: str,
     bias_E: Tensor | None,
     recorded_TK: Tensor | None,
     routed_T: Tensor | None,
@@ -231,23 +244,26 @@ def route(
     topk_group: int,
     normalise: bool,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    tokens, experts = scores_TE.shape
-    ids_TK = scores_TE.new_empty(tokens, top_k, dtype=torch.int64)
-    weights_TK = scores_TE.new_empty(tokens, top_k)
-    rows_E, true_E = ids_TK.new_zeros(experts), ids_TK.new_zeros(experts)
-    invalid = ids_TK.new_zeros(2)
+) -> tuple[Tensor, Tensor, Tensor]:
+    tokens, experts = logits_TE.shape
+    ids_TK = logits_TE.new_empty(tokens, top_k, dtype=torch.int64)
+    weights_TK = logits_TE.new_empty(tokens, top_k)
+    counts_E = ids_TK.new_zeros(experts)
     nth_T = None if padding_T is None else padding_T.cumsum(0)
     optional = (bias_E, recorded_TK, _bytes(routed_T), _bytes(padding_T), nth_T)
-    args = (scores_TE, *(ids_TK if x is None else x for x in optional), ids_TK, weights_TK, rows_E, true_E, invalid)
     launch(
         "route",
         _route,
         triton.cdiv(tokens, config("route")["TOKENS"]),
-        *args,
+        logits_TE,
+        *(ids_TK if x is None else x for x in optional),
+        ids_TK,
+        weights_TK,
+        counts_E,
         tokens,
         experts,
         scale,
+        SCORING=scoring,
         HAS_BIAS=bias_E is not None,
         REPLAY=recorded_TK is not None,
         HAS_ROUTED=routed_T is not None,
@@ -259,17 +275,20 @@ def route(
         GROUPS=triton.next_power_of_2(n_group),
         **_padded(experts, top_k),
     )
-    return ids_TK, weights_TK, rows_E, rows_E.clone() if padding_T is None else true_E, invalid
+    return ids_TK, weights_TK, counts_E
 
 
-def route_backward(d_weights_TK: Tensor, scores_TE: Tensor, ids_TK: Tensor, normalise: bool, scale: float) -> Tensor:
-    tokens, experts = scores_TE.shape
+def route_backward(
+    d_weights_TK: Tensor, logits_TE: Tensor, scoring: str, ids_TK: Tensor, normalise: bool, scale: float
+) -> Tensor:
+    tokens, experts = logits_TE.shape
     k = ids_TK.shape[1]
-    d_scores_TE = torch.empty_like(scores_TE)
-    args = (d_weights_TK, scores_TE, ids_TK, d_scores_TE, tokens, experts, scale)
+    d_logits_TE = torch.empty_like(logits_TE)
+    args = (d_weights_TK, logits_TE, ids_TK, d_logits_TE, tokens, experts, scale)
     programs = triton.cdiv(tokens, config("route_backward")["TOKENS"])
-    launch("route_backward", _route_backward, programs, *args, NORMALISE=normalise, K=k, **_padded(experts, k))
-    return d_scores_TE
+    constexprs = {"SCORING": scoring, "NORMALISE": normalise, "K": k, **_padded(experts, k)}
+    launch("route_backward", _route_backward, programs, *args, **constexprs)
+    return d_logits_TE
 
 
 def inspect_routes(routes_TLK: Tensor, routed_T: Tensor | None, n_experts: int) -> Tensor:
@@ -294,26 +313,26 @@ def _padded(experts: int, k: int) -> dict[str, int]:
     return {"EXPERTS": triton.next_power_of_2(experts), "SLOTS": triton.next_power_of_2(k)}
 
 
-OPS: dict[str, Callable[..., Any]] = {f.__name__: f for f in (router_scores, route, route_backward, inspect_routes)}
+OPS: dict[str, Callable[..., Any]] = {f.__name__: f for f in (route, route_backward, inspect_routes)}
 
 _TABLE = {"n_tokens": "i32", "n_experts": "i32"}
-_SCORES = {**_TABLE, "logits": "*fp32", "scores": "*fp32"}
 _ROUTE = {
     **_TABLE,
-    **dict.fromkeys(("scores", "bias", "weights_out"), "*fp32"),
-    **dict.fromkeys(("nth_padding", "ids_out", "rows_out", "true_out", "invalid_out"), "*i64"),
+    **dict.fromkeys(("logits", "bias", "weights_out"), "*fp32"),
+    **dict.fromkeys(("nth_padding", "ids_out", "counts_out"), "*i64"),
     **dict.fromkeys(("recorded", "routed", "padding"), "*u8"),
     "scale": "fp32",
 }
 
 
-def _route_aot(experts: int, n_group: int, topk_group: int, replay: bool) -> Aot:
+def _route_aot(scoring: str, n_group: int, topk_group: int, replay: bool) -> Aot:
     return shipped(
         "route",
         _route,
         _ROUTE,
         bandwidth=False,
-        HAS_BIAS=True,
+        SCORING=scoring,
+        HAS_BIAS=scoring == "sigmoid",
         REPLAY=replay,
         HAS_ROUTED=replay,
         HAS_PADDING=replay,
@@ -322,25 +341,27 @@ def _route_aot(experts: int, n_group: int, topk_group: int, replay: bool) -> Aot
         N_GROUP=n_group,
         TOPK_GROUP=topk_group,
         GROUPS=triton.next_power_of_2(n_group),
-        **_padded(experts, 8),
+        **_padded(256, 8),
+    )
+
+
+def _backward_aot(scoring: str) -> Aot:
+    return shipped(
+        "route_backward",
+        _route_backward,
+        {**_TABLE, "d_weights": "*fp32", "logits": "*fp32", "ids": "*i64", "d_logits": "*fp32", "scale": "fp32"},
+        bandwidth=False,
+        SCORING=scoring,
+        NORMALISE=True,
+        K=8,
+        **_padded(256, 8),
     )
 
 
 AOT: list[Aot] = [
-    shipped("router_scores", _scores, _SCORES, bandwidth=False, SOFTMAX=False, EXPERTS=256),
-    shipped("router_scores", _scores, _SCORES, bandwidth=False, SOFTMAX=True, EXPERTS=256),
-    _route_aot(256, 1, 1, False),
-    _route_aot(256, 1, 1, True),
-    _route_aot(256, 8, 4, True),
-    shipped(
-        "route_backward",
-        _route_backward,
-        {**_TABLE, "d_weights": "*fp32", "scores": "*fp32", "ids": "*i64", "d_scores": "*fp32", "scale": "fp32"},
-        bandwidth=False,
-        NORMALISE=True,
-        K=8,
-        **_padded(256, 8),
-    ),
+    *(_route_aot(scoring, 1, 1, replay) for scoring in ("sigmoid", "softmax") for replay in (False, True)),
+    _route_aot("sigmoid", 8, 4, True),
+    *(_backward_aot(scoring) for scoring in ("sigmoid", "softmax")),
     shipped(
         "inspect_routes",
         _inspect,

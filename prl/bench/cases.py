@@ -287,22 +287,69 @@ def exact_scores(logits: Tensor, scoring: str) -> Tensor:
     return powers / powers.sum(-1, keepdim=True)
 
 
-def scorings(device: str, tokens: int, experts: int) -> Iterator[Case]:
+def scores_of(route: Callable[..., Any], logits: Tensor, scoring: str) -> Tensor:
+    """The dense scores of a backend, by replaying all experts."""
+    every = torch.arange(logits.shape[1], device=logits.device).expand(logits.shape).contiguous()
+    return route(logits, scoring, None, every, None, None, logits.shape[1], 1, 1, False, 1.0)[1]
+
+
+def scorings(device: str, tokens: int, experts: int, top_k: int) -> Iterator[Case]:
+    """Scores of logits; then all that follows from a backend's own scores, in the bits that the reference has for these."""
     for scoring in ("sigmoid", "softmax"):
         logits = 4 * normal("cpu", tokens, experts)
-        near_enough = within(4, exact_scores(logits.to(device), scoring))
-        yield Case("router_scores", f"{tokens}x{experts}-{scoring}", (logits.to(device), scoring), near_enough)
+        awkward = logits.clone()
         if tokens > 4:
-            logits[0], logits[1, 0], logits[2, 0], logits[3, 0] = -torch.inf, torch.nan, torch.inf, -torch.inf
-            logits[4] *= 30
-            near_enough = within(4, exact_scores(logits.to(device), scoring))
-            yield Case("router_scores", f"{tokens}x{experts}-{scoring}-awkward", (logits.to(device), scoring), near_enough)
+            awkward[0], awkward[1, 0], awkward[2, 0], awkward[3, 0] = -torch.inf, torch.nan, torch.inf, -torch.inf
+            awkward[4] *= 30
+        for x, name in ((logits.to(device), scoring), (awkward.to(device), f"{scoring}-awkward")):
+            label, every = f"{tokens}x{experts}-{name}", torch.arange(experts, device=device).expand(tokens, -1).contiguous()
+            args: tuple[Any, ...] = (x, scoring, None, every, None, None, experts, 1, 1, False, 1.0)
+            yield Case("route", f"{label}-every", args, _within_weights(exact_scores(x, scoring)))
+            bias, recorded = normal(device, experts, seed=1), every[:, :top_k].flip(1).contiguous()
+            routed = torch.arange(tokens, device=device) % 3 == 0
+            for given, mask, kind in ((None, None, "chosen"), (recorded, None, "replayed"), (recorded, routed, "partly")):
+                args = (x, scoring, bias, given, mask, None, top_k, 1, 1, True, 2.5)
+                yield Case("route", f"{label}-{kind}", args, exactly, _given_own_scores(args))
+    chosen = ids(device, tokens, top_k, experts, missing=False)  # with repeats
+    yield from route_slopes(normal(device, tokens, top_k, seed=2), 4 * normal(device, tokens, experts, seed=3), chosen)
+
+
+def route_slopes(d_weights: Tensor, logits: Tensor, chosen: Tensor) -> Iterator[Case]:
+    """As near to float64 as scores within four units and sums of K terms allow."""
+    for scoring in router.SCORINGS:
+        x = logits.sigmoid() if scoring == "none" else logits
+        total = router._scores(x.double(), scoring).gather(1, chosen).sum(1, keepdim=True)
+        for normalise in (True, False):
+            args = (d_weights, x, scoring, chosen, normalise, 2.5)
+            exact = reference("route_backward")(d_weights.double(), x.double(), *args[2:])
+            bound = (16 + chosen.shape[1]) * 2**-24 * d_weights.norm(dim=1, keepdim=True) / (total if normalise else 1)
+            label = f"{'x'.join(map(str, logits.shape))}-top{chosen.shape[1]}-{scoring}{'' if normalise else '-as-is'}"
+            yield Case("route_backward", label, args, near(exact, bound))
+
+
+def _within_weights(exact: Tensor) -> Callable[[Outputs, Outputs], None]:
+    def agree(got: Outputs, want: Outputs) -> None:
+        within(4, exact)(got[1:2], want[1:2])
+        exactly((got[0], got[2]), (want[0], want[2]))
+
+    return agree
+
+
+def _given_own_scores(args: tuple[Any, ...]) -> Callable[[Ops], Outputs]:
+    def wanted(ops: Ops) -> Outputs:
+        logits, scoring, *rest = args
+        return outputs(reference("route")(scores_of(ops["route"], logits, scoring), "none", *rest))
+
+    return wanted
 
 
 def routings(
-    device: str, tokens: int, experts: int, top_k: int, n_group: int = 1, topk_group: int = 1, ids: torch.dtype = torch.uint8
+    device: str, tokens: int, experts: int, top_k: int, n_group: int = 1, topk_group: int = 1, dtype: torch.dtype = torch.uint8
 ) -> Iterator[Case]:
-    """Many ties, some scores that are no numbers; replay with ids out of range and repeated, and padding rows."""
+    """Many ties, some scores that are no numbers; replay with repeated ids, and padding rows.
+
+    An id out of range where nothing is replayed is not looked at.
+    """
     generator = torch.Generator().manual_seed(0)
     label = f"{tokens}x{experts}-top{top_k}" + f"-{topk_group}of{n_group}" * (n_group > 1)
     scores = (8 * normal("cpu", tokens, experts).sigmoid()).round() / 8
@@ -313,30 +360,22 @@ def routings(
     scores[-1:], scores[-1:, :1] = 0.0, -0.0
     bias = (4 * normal("cpu", experts, seed=1)).round() / 8
     recorded = torch.rand(tokens, experts, generator=generator).argsort(1)[:, :top_k].clone()
-    recorded[1::5, :1] = experts
     recorded[2::5, -1:] = recorded[2::5, :1]
     routed, padding = (torch.rand(tokens, generator=generator) < share for share in (0.7, 0.4))
-    scores, bias, recorded, routed, padding = (t.to(device) for t in (scores, bias, recorded.to(ids), routed, padding))
+    beyond = torch.where((routed & ~padding)[:, None], recorded, experts).to(dtype).to(device)
+    scores, bias, recorded, routed, padding = (t.to(device) for t in (scores, bias, recorded.to(dtype), routed, padding))
     choices = {
         "plain": (None, None, None, None),
         "bias": (bias, None, None, None),
         "replay": (bias, recorded, None, None),
         "partly": (None, recorded, routed, None),
         "padding": (bias, None, None, padding),
-        "all": (bias, recorded, routed, padding),
+        "all": (bias, beyond, routed, padding),
     }
     for name, optional in choices.items():
         for normalise in (True, False):
-            args = (scores, *optional, top_k, n_group, topk_group, normalise, 2.5)
+            args = (scores, "none", *optional, top_k, n_group, topk_group, normalise, 2.5)
             yield Case("route", f"{label}-{name}{'' if normalise else '-as-is'}", args, exactly)
-    wide, d_weights = normal("cpu", tokens, experts).sigmoid().to(device), normal(device, tokens, top_k, seed=2)
-    chosen = torch.randint(0, experts, (tokens, top_k), generator=generator).to(device)
-    for normalise in (True, False):
-        exact = reference("route_backward")(d_weights.double(), wide.double(), chosen, normalise, 2.5)
-        total = wide.gather(1, chosen).sum(1, keepdim=True) if normalise else 1
-        bound = 2**-20 * d_weights.norm(dim=1, keepdim=True) / total
-        backward = (d_weights, wide, chosen, normalise, 2.5)
-        yield Case("route_backward", f"{label}{'' if normalise else '-as-is'}", backward, near(exact, bound))
 
 
 def inspections(device: str, tokens: int, layers: int, k: int, ids: torch.dtype) -> Iterator[Case]:
@@ -496,8 +535,8 @@ def device_cases(device: str) -> Iterator[Case]:
             yield from swiglus(device, 1024, inner, dtype)
         yield from transposes(device, 4, 2 * inner, hidden)
         yield from sorts(device, 20000, 8, experts)
-        yield from scorings(device, 3000, experts)
-        yield from routings(device, 3000, experts, 8, ids=torch.uint8 if experts < 256 else torch.int16)
+        yield from scorings(device, 3000, experts, 8)
+        yield from routings(device, 3000, experts, 8, dtype=torch.uint8 if experts < 256 else torch.int16)
         yield from router_products(device, 700, experts, hidden)
         for counts in (few, skewed):
             yield from products(device, counts, 2 * inner, hidden, bf16, after=100)
@@ -526,7 +565,7 @@ def _small(device: str) -> Iterator[Case]:
         yield from products_fp8(device, counts, 128, 256, before=128, after=128)
     for tokens, experts, k in ((0, 8, 2), (1, 1, 1), (19, 10, 3)):
         yield from sorts(device, tokens, k, experts)
-        yield from scorings(device, tokens, experts)
+        yield from scorings(device, tokens, experts, k)
         yield from routings(device, tokens, experts, k)
         yield from router_products(device, tokens, experts, 7)
     yield from routings(device, 50, 32, 4, 8, 3, torch.int64)

@@ -31,7 +31,7 @@ from prl.kernels.lm_head import logprobs
 from prl.kernels.numerics import BLOCK
 from prl.kernels.permute import combine, permute_quantise, sort_rows
 from prl.kernels.quantise import quantise_both, quantise_rows
-from prl.kernels.router import route, router_logits, router_scores
+from prl.kernels.router import route, router_logits
 from prl.kernels.swiglu import swiglu_backward_quantise, swiglu_quantise
 from prl.kernels.weights import quantised
 
@@ -259,11 +259,11 @@ class Bench:
         x, weight = self.normal(s.tokens, s.hidden), torch.randn(s.routed, s.hidden, device=self.device)
         logits = functools.partial(router_logits, x, weight)
         yield self.gemm("router_logits", f"T {s.tokens}, D {s.hidden}, E {s.routed}", logits, 2.0 * x.numel() * s.routed)
-        scores, bias = router_scores(logits(), "sigmoid"), torch.randn(s.routed, device=self.device)
+        given, bias = logits(), torch.randn(s.routed, device=self.device)
         recorded = self.choices(s.tokens, s.routed, s.top_k).to(torch.int16)
-        for label, ids in (("", None), (", replayed", recorded)):
-            run = functools.partial(route, scores, bias, ids, None, None, top_k=s.top_k)
-            yield self.moved("route", f"T {s.tokens}, E {s.routed}, K {s.top_k}{label}", run, scores.numel() * 4.0)
+        for label, ids, read in (("", None, given.numel() * 4.0), (", replayed", recorded, recorded.numel() * 6.0)):
+            run = functools.partial(route, given, bias, ids, None, None, scoring="sigmoid", top_k=s.top_k)
+            yield self.moved("route", f"T {s.tokens}, E {s.routed}, K {s.top_k}{label}", run, read + recorded.numel() * 12.0)
 
     def lm_head(self) -> Row:
         s = self.size

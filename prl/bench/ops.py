@@ -28,7 +28,7 @@ from prl.kernels.lm_head import logprobs
 from prl.kernels.permute import combine, permute_quantise, sort_rows
 from prl.kernels.quantise import dequantise_blocks, dequantise_rows, quantise_blocks, quantise_both
 from prl.kernels.registry import backend_of
-from prl.kernels.router import route, router_scores
+from prl.kernels.router import RouteError, check_routes, route
 from prl.kernels.swiglu import swiglu
 
 BF16 = torch.bfloat16
@@ -71,7 +71,7 @@ def cases() -> Iterator[Case]:
     for t, k, e, d in ((1024, 8, 128, 2048), (8192, 4, 16, 128)):
         yield _permute_quantise(t, k, e, d)
         yield _combine(t, k, e, d)
-    for t, k, e in ((2048, 8, 256), (8192, 4, 16)):
+    for t, k, e in ((2048, 8, 256), (8192, 8, 256), (8192, 4, 16)):
         yield _router(t, k, e)
         yield _replay(t, k, e)
     yield _quantise(1024, 4096)
@@ -212,11 +212,6 @@ def _combine(t: int, k: int, e: int, d: int) -> Case:
     )
 
 
-def _weights_and_counts(scores: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    weights = scores.gather(1, ids)
-    return weights / (weights.sum(-1, keepdim=True) + 1e-20), torch.bincount(ids.flatten(), minlength=scores.shape[1])
-
-
 def _router(t: int, k: int, e: int) -> Case:
     """From logits to ids, weights and counts."""
     logits, bias = torch.randn(t, e), torch.randn(e) / 10
@@ -224,37 +219,50 @@ def _router(t: int, k: int, e: int) -> Case:
     def plain() -> object:
         scores = logits.sigmoid()
         ids = (scores + bias).topk(k, dim=-1, sorted=False).indices
-        return ids, _weights_and_counts(scores, ids)
+        weights = scores.gather(1, ids)
+        return ids, weights / (weights.sum(-1, keepdim=True) + 1e-20), torch.bincount(ids.flatten(), minlength=e)
 
     return Case(
         "route",
         f"T {t}, E {e}, K {k}, sigmoid",
-        lambda: route(router_scores(logits, "sigmoid"), bias, None, None, None, top_k=k),
+        lambda: route(logits, bias, None, None, None, scoring="sigmoid", top_k=k),
         {"sigmoid, topk, gather, bincount": plain},
-        bytes=t * e * 8.0,
+        bytes=t * e * 4.0 + t * k * 12.0,
         goal=3,
-        uses=("router_scores", "route"),
     )
 
 
 def _replay(t: int, k: int, e: int) -> Case:
-    """Recorded ids, validated, with the weights that the dense scores give them, and counts."""
-    scores, recorded = torch.rand(t, e), _distinct(t, k, e).to(torch.uint8)
+    """Recorded ids, validated, with the weights that the logits give them, and counts."""
+    logits, recorded = torch.randn(t, e), _distinct(t, k, e).to(torch.uint8)
 
-    def plain() -> object:
+    def ours() -> object:
+        check_routes(recorded[:, None], None, e)
+        return route(logits, None, recorded, None, None, scoring="sigmoid", top_k=k)
+
+    def plain(twice: Callable[[], Tensor]) -> object:
+        if int(recorded.amax()) >= e or bool(twice()):
+            raise RouteError
         ids = recorded.long()
-        ordered = ids.sort(-1).values
-        invalid = ((ids < 0) | (ids >= e)).any(-1).sum(), (ordered[:, 1:] == ordered[:, :-1]).any(-1).sum()
-        return invalid, _weights_and_counts(scores, ids)
+        weights = logits.gather(1, ids).sigmoid_()
+        return weights / (weights.sum(-1, keepdim=True) + 1e-20), torch.bincount(ids.flatten(), minlength=e)
+
+    def by_sorting() -> Tensor:
+        ordered = recorded.sort(-1).values
+        return (ordered[:, 1:] == ordered[:, :-1]).any()
+
+    def in_pairs() -> Tensor:
+        by_slot = recorded.t().contiguous()
+        return torch.stack([(by_slot[d:] == by_slot[:-d]).any() for d in range(1, k)]).any()
 
     return Case(
         "route, replayed",
-        f"T {t}, E {e}, K {k}",
-        lambda: route(scores, None, recorded, None, None, top_k=k),
-        {"sort, compare, gather, bincount": plain},
-        bytes=t * k * 24.0,
+        f"T {t}, E {e}, K {k}, sigmoid",
+        ours,
+        {"sort, compare, gather, bincount": lambda: plain(by_sorting), "pairs, gather, bincount": lambda: plain(in_pairs)},
+        bytes=t * k * 18.0,
         goal=3,
-        uses=("route",),
+        uses=("inspect_routes", "route"),
     )
 
 

@@ -1,8 +1,8 @@
-"""The router: dense logits, scores, and one pass for choice or replay, weights and counts. All in float32 or wider.
+"""The router: dense logits, and one pass for scores, choice or replay, weights and counts. All in float32 or wider.
 
 Legend: T tokens, D hidden width, E experts, K experts per token, G groups of experts, L MoE layers.
 Selection: DeepSeek-V3 (arXiv 2412.19437, section 2.1.2): the correction bias moves the choice, never the weights.
-Replay: the experts that the engine chose, weighted from the trainer's own dense scores, so that the router gets its gradient
+Replay: the experts that the engine chose, weighted from the trainer's own scores, so that the router gets its gradient
 (R3, arXiv 2510.11370).
 """
 
@@ -20,6 +20,7 @@ from prl.kernels.registry import define
 
 FLOATS = (torch.bfloat16, torch.float32, torch.float64)
 WIDE = (torch.float32, torch.float64)
+SCORINGS = ("sigmoid", "softmax", "none")
 IDS = (torch.uint8, torch.uint16, torch.int16, torch.int32, torch.int64)
 
 
@@ -32,12 +33,8 @@ class Routing(NamedTuple):
     """int64: the experts used, best first where the model chose them itself."""
     weights_TK: Tensor
     """float32 or wider."""
-    rows_E: Tensor
-    """int64: slots per expert, padding rows included."""
-    true_E: Tensor
-    """int64: the same without padding rows."""
-    invalid: Tensor
-    """int64 [2]: replayed rows with an id out of range (they take the model's own choice), and with an id twice."""
+    counts_E: Tensor
+    """int64: slots per expert, without those of padding rows."""
 
 
 def router_logits(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
@@ -48,52 +45,51 @@ def router_logits(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
     return _logits_op(x_TD, weight_ED)
 
 
-def router_scores(logits_TE: Tensor, scoring: str) -> Tensor:
-    """Dense scores [T, E] of every expert; `scoring` is sigmoid or softmax. Differentiable."""
-    checks.tensor("router_scores", "logits_TE", logits_TE, [None, None], WIDE)
-    if scoring not in ("sigmoid", "softmax"):
-        checks.fail("router_scores", "scoring", "sigmoid or softmax", scoring)
-    return _scores_op(logits_TE, scoring)
-
-
 def route(
-    scores_TE: Tensor,
+    logits_TE: Tensor,
     bias_E: Tensor | None,
     recorded_TK: Tensor | None,
     routed_T: Tensor | None,
     padding_T: Tensor | None,
     *,
+    scoring: str,
     top_k: int,
     n_group: int = 1,
     topk_group: int = 1,
     normalise: bool = True,
     scale: float = 1.0,
 ) -> Routing:
-    """The experts of each token and their weights, in one pass without host synchronisation. Differentiable in the scores.
+    """The experts of each token and their weights, in one pass without host synchronisation. Differentiable in the logits.
 
-    A row takes the recorded ids where there are any and `routed_T` (None: all rows) says so; a padding row is dealt to the
-    experts in turn; any other row takes the `top_k` best of scores + bias, the lowest index first among equals (with groups,
-    only the `topk_group` groups whose two best experts sum highest take part). Weights are the scores of the ids, divided by
-    their sum + 1e-20 if `normalise`, times `scale`.
+    `scoring` makes scores of the logits: "sigmoid", "softmax", or "none" where they are scores already. A row takes the
+    recorded ids where there are any and `routed_T` (None: all rows) says so; a padding row is dealt to the experts in turn;
+    any other row takes the `top_k` best of scores + bias, the lowest index first among equals (with groups, only the
+    `topk_group` groups whose two best experts sum highest take part). Weights are the scores of the ids, divided by their
+    sum + 1e-20 if `normalise`, times `scale`.
+
+    Recorded ids that are replayed must be 0 … E − 1 and differ within a row: `check_routes` sees to it for all layers at once.
+    An id out of range is an error here too on the CPU; on a GPU, where looking would wait, its row takes the own choice.
     """
-    checks.tensor("route", "scores_TE", scores_TE, [None, None], WIDE)
-    t, e = scores_TE.shape
+    checks.tensor("route", "logits_TE", logits_TE, [None, None], WIDE)
+    t, e = logits_TE.shape
     if bias_E is not None:
-        bias_E = bias_E.to(scores_TE.dtype)
+        bias_E = bias_E.to(logits_TE.dtype)
         checks.tensor("route", "bias_E", bias_E, [e], WIDE)
     if recorded_TK is not None:
         checks.tensor("route", "recorded_TK", recorded_TK, [t, top_k], IDS)
     for name, mask in (("routed_T", routed_T), ("padding_T", padding_T)):
         if mask is not None:
             checks.tensor("route", name, mask, [t], [torch.bool])
+    if scoring not in SCORINGS:
+        checks.fail("route", "scoring", " or ".join(SCORINGS), scoring)
     if not 0 < top_k <= e * topk_group // n_group:
         checks.fail("route", "top_k", f"1 to {e * topk_group // n_group}", top_k)
     checks.multiple("route", "E", e, n_group)
     checks.same_device(
-        "route", scores_TE=scores_TE, bias_E=bias_E, recorded_TK=recorded_TK, routed_T=routed_T, padding_T=padding_T
+        "route", logits_TE=logits_TE, bias_E=bias_E, recorded_TK=recorded_TK, routed_T=routed_T, padding_T=padding_T
     )
     args = (bias_E, recorded_TK, routed_T, padding_T, top_k, n_group, topk_group, normalise, scale)
-    return Routing(*_route_op(scores_TE, *args))
+    return Routing(*_route_op(logits_TE, scoring, *args))
 
 
 def check_routes(routes_TLK: Tensor, routed_T: Tensor | None, n_experts: int) -> None:
@@ -131,24 +127,8 @@ def _logits_backward(ctx: Any, d_logits_TE: Tensor) -> tuple[Tensor | None, Tens
     return d_x, d_weight
 
 
-def _scores_reference(logits_TE: Tensor, scoring: str) -> Tensor:
-    return logits_TE.sigmoid() if scoring == "sigmoid" else logits_TE.softmax(-1)
-
-
-def _scores_fake(logits_TE: Tensor, scoring: str) -> Tensor:
-    return torch.empty_like(logits_TE)
-
-
-def _scores_setup(ctx: Any, inputs: Any, output: Any) -> None:
-    ctx.scoring = inputs[1]
-    ctx.save_for_backward(output)
-
-
-def _scores_backward(ctx: Any, d_scores_TE: Tensor) -> tuple[Tensor, None]:
-    (scores_TE,) = ctx.saved_tensors
-    if ctx.scoring == "sigmoid":
-        return d_scores_TE * scores_TE * (1 - scores_TE), None
-    return scores_TE * (d_scores_TE - (d_scores_TE * scores_TE).sum(-1, keepdim=True)), None
+def _scores(logits_TE: Tensor, scoring: str) -> Tensor:
+    return logits_TE.sigmoid() if scoring == "sigmoid" else logits_TE.softmax(-1) if scoring == "softmax" else logits_TE
 
 
 def _top_k_stable(x: Tensor, k: int) -> Tensor:
@@ -166,7 +146,8 @@ def _choice(scores_TE: Tensor, bias_E: Tensor | None, top_k: int, n_group: int, 
 
 
 def _route_reference(
-    scores_TE: Tensor,
+    logits_TE: Tensor,
+    scoring: str,
     bias_E: Tensor | None,
     recorded_TK: Tensor | None,
     routed_T: Tensor | None,
@@ -176,31 +157,74 @@ def _route_reference(
     topk_group: int,
     normalise: bool,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    e = scores_TE.shape[1]
+) -> tuple[Tensor, Tensor, Tensor]:
+    e = logits_TE.shape[1]
+    scores_TE = _scores(logits_TE, scoring)
     ids_TK = _choice(scores_TE, bias_E, top_k, n_group, topk_group)
-    invalid = ids_TK.new_zeros(2)
     if recorded_TK is not None:
         recorded_TK = recorded_TK.long()
         replay_T = torch.ones(len(ids_TK), dtype=torch.bool, device=ids_TK.device) if routed_T is None else routed_T
         if padding_T is not None:
             replay_T = replay_T & ~padding_T
-        outside_T, twice_T = _invalid(recorded_TK, e)
-        invalid = torch.stack(((outside_T & replay_T).sum(), (twice_T & replay_T).sum()))
-        ids_TK = torch.where((replay_T & ~outside_T)[:, None], recorded_TK, ids_TK)
+        outside_TK = ((recorded_TK < 0) | (recorded_TK >= e)) & replay_T[:, None]
+        if not outside_TK.is_cuda and outside_TK.any():
+            checks.fail("route", "recorded_TK", f"0 to {e - 1} where it is replayed", int(recorded_TK[outside_TK][0]))
+        ids_TK = torch.where((replay_T & ~outside_TK.any(-1))[:, None], recorded_TK, ids_TK)
     if padding_T is not None:
         nth_T = padding_T.cumsum(0) - 1
         dealt_TK = (nth_T[:, None] * top_k + torch.arange(top_k, device=ids_TK.device)) % e
         ids_TK = torch.where(padding_T[:, None], dealt_TK, ids_TK)
-    rows_E = torch.bincount(ids_TK.flatten(), minlength=e)
-    true_E = rows_E if padding_T is None else rows_E - torch.bincount(ids_TK[padding_T].flatten(), minlength=e)
+    counts_E = torch.bincount((ids_TK if padding_T is None else ids_TK[~padding_T]).flatten(), minlength=e)
     weights_TK = scores_TE.gather(1, ids_TK)
     if normalise:
         total_T1 = torch.zeros_like(weights_TK[:, :1])
         for k in range(top_k):  # in the order of the slots, so that every backend can have the same bits
             total_T1 = total_T1 + weights_TK[:, k : k + 1]
         weights_TK = weights_TK / (total_T1 + 1e-20)
-    return ids_TK, weights_TK * scale, rows_E, true_E.clone(), invalid
+    return ids_TK, weights_TK * scale, counts_E
+
+
+def _route_fake(
+    logits_TE: Tensor, scoring: str, bias_E: Any, recorded_TK: Any, routed_T: Any, padding_T: Any, top_k: int, *_: Any
+) -> Any:
+    t, e = logits_TE.shape
+    new = logits_TE.new_empty
+    return new(t, top_k, dtype=torch.int64), new(t, top_k), new(e, dtype=torch.int64)
+
+
+def _route_setup(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.scoring, ctx.normalise, ctx.scale = inputs[1], inputs[9], inputs[10]
+    ctx.save_for_backward(inputs[0], output[0])
+    ctx.set_materialize_grads(False)
+
+
+def _route_backward(ctx: Any, d_ids: Any, d_weights_TK: Tensor | None, d_counts: Any) -> tuple[Tensor | None, ...]:
+    if d_weights_TK is None:
+        return (None,) * 11
+    logits_TE, ids_TK = ctx.saved_tensors
+    args = (d_weights_TK.contiguous(), logits_TE, ctx.scoring, ids_TK, ctx.normalise, ctx.scale)
+    return _route_backward_op(*args), *[None] * 10
+
+
+def _route_backward_reference(
+    d_weights_TK: Tensor, logits_TE: Tensor, scoring: str, ids_TK: Tensor, normalise: bool, scale: float
+) -> Tensor:
+    """[T, E]: with w = scale · s / (Σs + ε), d_s = (scale · d_w − Σ_j d_w w) / (Σs + ε); repeated ids add up."""
+    scores_TE = _scores(logits_TE, scoring)
+    chosen_TK, d_chosen_TK = scores_TE.gather(1, ids_TK), d_weights_TK * scale
+    if normalise:
+        total_T1 = chosen_TK.sum(-1, keepdim=True) + 1e-20
+        d_chosen_TK = (d_chosen_TK - (d_chosen_TK * chosen_TK / total_T1).sum(-1, keepdim=True)) / total_T1
+    if scoring == "sigmoid":
+        d_chosen_TK = d_chosen_TK * (chosen_TK * (1 - chosen_TK))
+    d_TE = torch.zeros_like(scores_TE).scatter_add_(1, ids_TK, d_chosen_TK)
+    return scores_TE * (d_TE - (d_TE * scores_TE).sum(-1, keepdim=True)) if scoring == "softmax" else d_TE
+
+
+def _route_backward_fake(
+    d_weights_TK: Tensor, logits_TE: Tensor, scoring: str, ids_TK: Tensor, normalise: bool, scale: float
+) -> Tensor:
+    return torch.empty_like(logits_TE)
 
 
 def _invalid(ids_XK: Tensor, n_experts: int) -> tuple[Tensor, Tensor]:
@@ -208,41 +232,6 @@ def _invalid(ids_XK: Tensor, n_experts: int) -> tuple[Tensor, Tensor]:
     outside_X = ((ids_XK < 0) | (ids_XK >= n_experts)).any(-1)
     ordered_XK = ids_XK.sort(dim=-1).values
     return outside_X, (ordered_XK[..., 1:] == ordered_XK[..., :-1]).any(-1) & ~outside_X
-
-
-def _route_fake(scores_TE: Tensor, bias_E: Any, recorded_TK: Any, routed_T: Any, padding_T: Any, top_k: int, *_: Any) -> Any:
-    t, e = scores_TE.shape
-    new = scores_TE.new_empty
-    ids_TK, counts = new(t, top_k, dtype=torch.int64), new(e, dtype=torch.int64)
-    return ids_TK, new(t, top_k), counts, torch.empty_like(counts), new(2, dtype=torch.int64)
-
-
-def _route_setup(ctx: Any, inputs: Any, output: Any) -> None:
-    ctx.normalise, ctx.scale = inputs[8], inputs[9]
-    ctx.save_for_backward(inputs[0], output[0])
-    ctx.set_materialize_grads(False)
-
-
-def _route_backward(ctx: Any, d_ids: Any, d_weights_TK: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-    if d_weights_TK is None:
-        return (None,) * 10
-    scores_TE, ids_TK = ctx.saved_tensors
-    return _route_backward_op(d_weights_TK.contiguous(), scores_TE, ids_TK, ctx.normalise, ctx.scale), *[None] * 9
-
-
-def _route_backward_reference(d_weights_TK: Tensor, scores_TE: Tensor, ids_TK: Tensor, normalise: bool, scale: float) -> Tensor:
-    """[T, E]: with w = scale · s / (Σs + ε), d_s = (scale · d_w − Σ_j d_w w) / (Σs + ε); repeated ids add up."""
-    d_chosen_TK = d_weights_TK * scale
-    if normalise:
-        chosen_TK = scores_TE.gather(1, ids_TK)
-        total_T1 = chosen_TK.sum(-1, keepdim=True) + 1e-20
-        weights_TK = chosen_TK / total_T1
-        d_chosen_TK = (d_chosen_TK - (d_chosen_TK * weights_TK).sum(-1, keepdim=True)) / total_T1
-    return torch.zeros_like(scores_TE).scatter_add_(1, ids_TK, d_chosen_TK)
-
-
-def _route_backward_fake(d_weights_TK: Tensor, scores_TE: Tensor, ids_TK: Tensor, normalise: bool, scale: float) -> Tensor:
-    return torch.empty_like(scores_TE)
 
 
 def _inspect_reference(routes_TLK: Tensor, routed_T: Tensor | None, n_experts: int) -> Tensor:
@@ -267,23 +256,16 @@ _logits_op = define(
     setup_context=_logits_setup,
     backward=_logits_backward,
 )
-_scores_op = define(
-    "router_scores(Tensor logits_TE, str scoring) -> Tensor",
-    _scores_reference,
-    _scores_fake,
-    setup_context=_scores_setup,
-    backward=_scores_backward,
-)
 _route_op = define(
-    "route(Tensor scores_TE, Tensor? bias_E, Tensor? recorded_TK, Tensor? routed_T, Tensor? padding_T, int top_k, int n_group,"
-    " int topk_group, bool normalise, float scale) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "route(Tensor logits_TE, str scoring, Tensor? bias_E, Tensor? recorded_TK, Tensor? routed_T, Tensor? padding_T, int top_k,"
+    " int n_group, int topk_group, bool normalise, float scale) -> (Tensor, Tensor, Tensor)",
     _route_reference,
     _route_fake,
     setup_context=_route_setup,
     backward=_route_backward,
 )
 _route_backward_op = define(
-    "route_backward(Tensor d_weights_TK, Tensor scores_TE, Tensor ids_TK, bool normalise, float scale) -> Tensor",
+    "route_backward(Tensor d_weights_TK, Tensor logits_TE, str scoring, Tensor ids_TK, bool normalise, float scale) -> Tensor",
     _route_backward_reference,
     _route_backward_fake,
 )

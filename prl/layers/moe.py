@@ -71,4 +71,4 @@ class MoE(nn.Module):
         y_TD = self.experts(x_TD, routing.ids_TK, routing.weights_TK)
         if self.shared_experts is not None:
             y_TD = y_TD + self.shared_experts(x_TD)
-        return y_TD, routing.ids_TK, routing.true_E
+        return y_TD, routing.ids_TK, routing.counts_E

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from prl.kernels.router import Routing, route, router_logits, router_scores
+from prl.kernels.router import Routing, route, router_logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +58,12 @@ class Router(nn.Module):
     def forward(self, x_TD: Tensor, replay: Replay) -> Routing:
         c = self.config
         return route(
-            router_scores(router_logits(x_TD, self.weight), c.scoring),
+            router_logits(x_TD, self.weight),
             self.e_score_correction_bias,
             None if replay.ids_TK is None else replay.ids_TK.contiguous(),  # one layer's of [T, L, K]
             replay.routed_T,
             replay.padding_T,
+            scoring=c.scoring,
             top_k=c.top_k,
             n_group=c.n_group,
             topk_group=c.topk_group,

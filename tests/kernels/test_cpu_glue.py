@@ -1,5 +1,7 @@
 """The CPU kernels other than GEMMs against the reference, on both paths: AVX-512 where the processor has it, and portable."""
 
+import functools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,7 +9,21 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import prl.kernels.experts  # noqa: F401 (the ops)
-from prl.bench.cases import Outputs, awkward, exact_scores, exactly, normal, outputs, same, ulps, within
+from prl.bench.cases import (
+    Outputs,
+    awkward,
+    check,
+    exact_scores,
+    exactly,
+    normal,
+    outputs,
+    route_slopes,
+    same,
+    scores_of,
+    scorings,
+    ulps,
+    within,
+)
 from prl.kernels import indexer, permute, quantise, registry, router, swiglu
 from prl.kernels.numerics import FP8
 
@@ -227,23 +243,26 @@ def test_swiglu_quantised_is_its_product_quantised(r, blocks, dtype, pow2, seed)
 # The router
 
 
+ROUTER = {op: functools.partial(run, op) for op in ("route", "route_backward")}
+
+
+def own_scores(logits: Tensor, scoring: str) -> Tensor:
+    return scores_of(ROUTER["route"], logits, scoring)
+
+
 @given(st.integers(0, 20), st.integers(1, 300), st.floats(0.1, 30), seeds)
 @examples
-def test_router_scores_are_within_four_units(tokens, experts, scale, seed):
+def test_scores_are_within_four_units(tokens, experts, scale, seed):
     logits = values("normal", tokens, experts, dtype=torch.float32, seed=seed) * scale
     for scoring in ("sigmoid", "softmax"):
-        within(4, exact_scores(logits, scoring))(
-            run("router_scores", logits, scoring), reference("router_scores", logits, scoring)
-        )
+        want = logits.sigmoid() if scoring == "sigmoid" else logits.softmax(-1)
+        within(4, exact_scores(logits, scoring))((own_scores(logits, scoring),), (want,))
 
 
-def test_router_scores_that_are_not_finite():
-    logits = torch.randn(6, 20)
-    logits[1, 3], logits[2, 4], logits[3, 5], logits[4] = torch.inf, torch.nan, -torch.inf, -torch.inf
-    for scoring in ("sigmoid", "softmax"):
-        within(4, exact_scores(logits, scoring))(
-            run("router_scores", logits, scoring), reference("router_scores", logits, scoring)
-        )
+@pytest.mark.parametrize("sizes", [(30, 20, 3), (70, 256, 8), (9, 16, 4), (5, 300, 280), (1, 1, 1), (0, 8, 2)])
+def test_scores_choice_and_gradient_of_logits(sizes):
+    for case in scorings("cpu", *sizes):
+        check(case, ROUTER)
 
 
 @st.composite
@@ -264,39 +283,43 @@ def routing(draw) -> tuple:
     recorded = None
     if draw(st.booleans()):
         dtype = draw(st.sampled_from(ID_TYPES))
-        low, high = (-2 if dtype.is_signed and draw(st.booleans()) else 0), experts + draw(st.integers(0, 2))
-        recorded = torch.randint(low, high, (tokens, k), generator=g)
-        if draw(st.booleans()) and k <= experts:
-            recorded = torch.rand(tokens, experts, generator=g).topk(k).indices
-        recorded = recorded.clamp(max=torch.iinfo(dtype).max).to(dtype)
+        known = min(experts, torch.iinfo(dtype).max + 1)
+        recorded = torch.randint(known, (tokens, k), generator=g)
+        if draw(st.booleans()):
+            recorded = torch.rand(tokens, known, generator=g).topk(k).indices
     routed, padding = (torch.rand(tokens, generator=g) < p if draw(st.booleans()) else None for p in (0.7, 0.3))
+    if recorded is not None:
+        if routed is not None:
+            recorded[~routed] = torch.iinfo(dtype).max  # not looked at
+        recorded = recorded.to(dtype)
     return scores, bias, recorded, routed, padding, k, groups, kept, draw(st.booleans()), draw(st.sampled_from([1.0, 2.5]))
 
 
-@given(routing())
-@settings(max_examples=150, deadline=None)
-def test_routes(args):
-    agree("route", *args)
+@given(routing(), st.sampled_from(router.SCORINGS))
+@settings(max_examples=200, deadline=None)
+def test_routes(args, scoring):
+    """All that follows from the scores is as in the reference, bit for bit."""
+    logits, *rest = args
+    scores = logits if scoring == "none" else own_scores(logits, scoring)
+    exactly(run("route", logits, scoring, *rest), reference("route", scores, "none", *rest))
 
 
 @pytest.mark.parametrize("experts", [1, 15, 16, 17, 256, 257, 1000])
 def test_the_best_of_many_experts(experts):
     scores = normal("cpu", 30, experts).sigmoid()
-    agree("route", scores, normal("cpu", experts, seed=1), None, None, None, min(experts, 8), 1, 1, True, 2.5)
-    ids, *_ = run("route", scores, None, None, None, None, experts, 1, 1, False, 1.0)
+    agree("route", scores, "none", normal("cpu", experts, seed=1), None, None, None, min(experts, 8), 1, 1, True, 2.5)
+    ids, *_ = run("route", scores, "none", None, None, None, None, experts, 1, 1, False, 1.0)
     assert torch.equal(ids, scores.sort(dim=1, descending=True, stable=True).indices)
 
 
 @given(routing(), seeds)
 @examples
 def test_the_gradient_of_routes(args, seed):
-    scores, *_, k, _, _, normalise, scale = args
-    scores = values("normal", *scores.shape, dtype=torch.float32, seed=seed).sigmoid()
-    ids = torch.randint(scores.shape[1], (len(scores), k), generator=torch.Generator().manual_seed(seed))  # they may repeat
-    grad = values("normal", len(scores), k, dtype=torch.float32, seed=seed + 1)
-    (got,) = run("route_backward", grad, scores, ids, normalise, scale)
-    (want,) = reference("route_backward", grad.double(), scores.double(), ids, normalise, scale)
-    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+    logits, *_, k, _, _, _, _ = args
+    logits = values("normal", *logits.shape, dtype=torch.float32, seed=seed)
+    ids = torch.randint(logits.shape[1], (len(logits), k), generator=torch.Generator().manual_seed(seed))  # they may repeat
+    for case in route_slopes(values("normal", len(logits), k, dtype=torch.float32, seed=seed + 1), logits, ids):
+        check(case, ROUTER)
 
 
 @given(st.integers(0, 9), st.integers(0, 3), st.integers(1, 9), st.sampled_from(ID_TYPES), st.booleans(), seeds)
@@ -351,7 +374,6 @@ def test_a_row_does_not_depend_on_the_others():
     """Everything that is part of a forward, one row at a time and all together, at places that are no multiple of a vector."""
     g = torch.Generator().manual_seed(0)
     gate_up, logits = torch.randn(37, 2 * 128, generator=g), torch.randn(37, 75, generator=g) * 9
-    scores = logits.sigmoid()
     q, keys, weights = (
         torch.randn(1, 37, 5, 24, generator=g),
         torch.randn(1, 300, 24, generator=g),
@@ -359,16 +381,15 @@ def test_a_row_does_not_depend_on_the_others():
     )
 
     def forward(rows: slice) -> list[Tensor]:
-        def route(recorded: Tensor | None) -> Tensor:
-            return run("route", scores[rows].contiguous(), None, recorded, None, None, 6, 1, 1, True, 2.5)[1]
+        def route(scoring: str, recorded: Tensor | None) -> Tensor:
+            return run("route", logits[rows].contiguous(), scoring, None, recorded, None, None, 6, 1, 1, True, 2.5)[1]
+
+        replayed = torch.arange(6).expand(len(logits[rows]), 6).contiguous()
 
         return [
             run("swiglu", gate_up[rows, 1:121].contiguous())[0],
             run("swiglu_quantise", gate_up[rows].contiguous(), False, False)[0].view(torch.uint8),
-            run("router_scores", logits[rows].contiguous(), "sigmoid")[0],
-            run("router_scores", logits[rows].contiguous(), "softmax")[0],
-            route(None),
-            route(torch.arange(6).expand(len(scores[rows]), 6).contiguous()),
+            *(route(scoring, recorded) for scoring in ("sigmoid", "softmax") for recorded in (None, replayed)),
             run("index_scores", q[:, rows].contiguous(), keys, weights[:, rows].contiguous())[0][0],
         ]
 
@@ -384,7 +405,7 @@ def test_threads_change_nothing():
     _, source, position = layout(700, 4, 6, 128, 0)
     x, weights = torch.randn(700, 256), torch.rand(700, 4)
     rows, gate_up = torch.randn(len(source), 256), torch.randn(256, 2 * 1024)
-    scores, padding = torch.rand(700, 64), torch.rand(700) < 0.2
+    logits, padding = torch.randn(700, 64), torch.rand(700) < 0.2
     calls = {
         "quantise_both": (gate_up, False),
         "quantise_blocks": (gate_up.view(2, 128, -1), False),
@@ -394,7 +415,8 @@ def test_threads_change_nothing():
         "combine_backward": (x, rows, weights, source, position),
         "swiglu_quantise": (gate_up, True, False),
         "swiglu_backward_quantise": (gate_up, gate_up[:, :1024].contiguous(), torch.rand(256), False),
-        "route": (scores, None, torch.randint(66, (700, 4)), None, padding, 4, 1, 1, True, 1.0),
+        "route": (logits, "softmax", None, torch.randint(64, (700, 4)), None, padding, 4, 1, 1, True, 1.0),
+        "route_backward": (torch.rand(700, 4), logits, "sigmoid", torch.randint(64, (700, 4)), True, 1.0),
         "inspect_routes": (torch.randint(66, (700, 8, 4)), padding, 64),
         "index_scores": (torch.randn(1, 300, 4, 32), torch.randn(1, 600, 32), torch.randn(1, 300, 4)),
         "index_select": (torch.randn(1, 300, 600), torch.rand(1, 300, 600) < 0.9, 100),
@@ -421,8 +443,7 @@ def test_gradients_through_the_public_functions(dtype, monkeypatch):
         monkeypatch.setenv("PRL_KERNELS", backend)
         leaves = [x.clone().requires_grad_(), logits.clone().requires_grad_()]
         routed = torch.arange(50) % 5 > 0
-        scores = router.router_scores(leaves[1], scoring)
-        routing = router.route(scores, None, recorded if replay else None, routed, None, top_k=3, scale=2.5)
+        routing = router.route(leaves[1], None, recorded if replay else None, routed, None, scoring=scoring, top_k=3, scale=2.5)
         source, position, *_ = permute.sort_rows(routing.ids_TK, 12)
         rows = swiglu.swiglu(permute.permute(leaves[0], source, position))
         permute.combine(rows, routing.weights_TK, source, position).backward(out_grad)

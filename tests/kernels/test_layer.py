@@ -8,7 +8,7 @@ from prl.kernels.experts import experts
 from prl.kernels.grouped_gemm import grouped_gemm_fp8
 from prl.kernels.numerics import calc_diff, sqnr_db
 from prl.kernels.quantise import quantise_blocks, quantise_rows
-from prl.kernels.router import route, router_logits, router_scores
+from prl.kernels.router import route, router_logits
 
 PRECISIONS = ["bf16", "fp8"]
 
@@ -93,8 +93,7 @@ def test_a_token_does_not_depend_on_its_batch(monkeypatch, precision, dtype):
     gate = torch.randn(len(gate_up), x.shape[1])
 
     def forward(x):
-        scores = router_scores(router_logits(x, gate), "sigmoid")
-        routing = route(scores, None, None, None, None, top_k=2)
+        routing = route(router_logits(x, gate), None, None, None, None, scoring="sigmoid", top_k=2)
         return experts(x, routing.ids_TK, routing.weights_TK, gate_up, down, precision=precision)
 
     with torch.no_grad():

@@ -19,7 +19,7 @@ def samples():
     w = torch.randn(4, 256, 128)
     w_codes, w_scales = torch.ops.prl.quantise_blocks(w, False)
     grad = lambda t: t.clone().requires_grad_()  # noqa: E731
-    scores = torch.rand(6, 8)
+    logits = torch.randn(6, 8)
     recorded = torch.randint(8, (6, 2), dtype=torch.uint8)
     flags = torch.tensor([True, False, True, True, False, True])
     hidden, head = torch.randn(5, 4), torch.randn(7, 4)
@@ -46,9 +46,8 @@ def samples():
         "grouped_gemm_fp8": (codes, scales, w_codes, w_scales, starts, counts, torch.bfloat16),
         "grouped_gemm_weight_fp8": (columns, column_scales, columns, column_scales, starts, counts, torch.zeros(4, 128, 128)),
         "router_logits": (grad(torch.randn(6, 4)), grad(torch.randn(8, 4))),
-        "router_scores": (grad(torch.randn(6, 8)), "softmax"),
-        "route": (grad(scores), torch.randn(8), recorded, flags, ~flags, 2, 2, 1, True, 2.5),
-        "route_backward": (torch.rand(6, 2), scores, recorded.long(), True, 2.5),
+        "route": (grad(logits), "softmax", torch.randn(8), recorded, flags, ~flags, 2, 2, 1, True, 2.5),
+        "route_backward": (torch.rand(6, 2), logits, "sigmoid", recorded.long(), True, 2.5),
         "inspect_routes": (recorded[:, None], flags, 8),
         "logits": (hidden, head),
         "logprobs": (grad(hidden), grad(head), labels, ones, 2),

@@ -14,7 +14,7 @@ from prl.kernels.numerics import calc_diff
 from prl_triton import configs
 
 BIG = dict.fromkeys(("permute", "combine_backward", "swiglu", "swiglu_backward"), "ROWS")
-BIG |= dict.fromkeys(("combine", "router_scores", "route", "route_backward"), "TOKENS")
+BIG |= dict.fromkeys(("combine", "route", "route_backward"), "TOKENS")
 for op, size in BIG.items():
     configs._table()[op][size] = 64  # results do not depend on tiles, the time here does
 
@@ -39,11 +39,11 @@ def glue() -> Iterator[cases.Case]:
     for dtype in (BF16, F32):
         for sizes in ((128, 256), (37, 128), (5, 100), (0, 128), (128, 0)):
             yield from cases.swiglus("cpu", *sizes, dtype)
-    for sizes in ((30, 20), (1, 1), (0, 8), (3, 0)):
+    for sizes in ((30, 20, 3), (1, 1, 1), (0, 8, 2)):
         yield from cases.scorings("cpu", *sizes)
     for sizes in ((30, 20, 3), (12, 24, 4, 4, 2), (9, 6, 2, 6, 3), (1, 1, 1), (0, 4, 2)):
         yield from cases.routings("cpu", *sizes)
-    yield from cases.routings("cpu", 12, 10, 10, ids=torch.int16)
+    yield from cases.routings("cpu", 12, 10, 10, dtype=torch.int16)
     for ids in (torch.uint8, torch.uint16, torch.int32, torch.int64):
         yield from cases.inspections("cpu", 30, 3, 5, ids)
     for sizes in ((0, 3, 2), (3, 0, 2), (3, 2, 1)):
@@ -93,23 +93,36 @@ def test_any_tokens_are_routed_alike(data: st.DataObject, tokens: int, groups: i
     generator = torch.Generator().manual_seed(seed)
     scores = torch.randint(-2, 3, (tokens, groups * size), generator=generator) / 2
     scores[torch.rand(scores.shape, generator=generator) < 0.1] = data.draw(st.sampled_from([torch.nan, torch.inf, -torch.inf]))
-    recorded = torch.randint(-1, groups * size + 1, (tokens, top_k), generator=generator)
+    recorded = torch.randint(groups * size, (tokens, top_k), generator=generator)
     routed, padding = torch.rand(2, tokens, generator=generator) < 0.5
     optional = [data.draw(st.sampled_from([None, x])) for x in (scores[0].clone(), recorded, routed, padding)]
-    args = (scores, *optional, top_k, groups, kept, data.draw(st.booleans()), 1.7)
+    args = (scores, "none", *optional, top_k, groups, kept, data.draw(st.booleans()), 1.7)
     cases.check(cases.Case("route", "fuzz", args, cases.exactly), prl_triton.OPS)
+
+
+def test_a_recorded_id_out_of_range_is_as_none_recorded() -> None:
+    """Nobody may wait for the device to look at ids; `check_routes` refuses them before."""
+    logits, recorded = cases.normal("cpu", 70, 6), torch.randint(6, (70, 2), generator=torch.Generator().manual_seed(0))
+    wrong, routed = recorded.clone(), torch.arange(70) % 5 > 0
+    wrong[::5, 0], wrong[::5, 1] = -1, 6
+    results = (
+        prl_triton.OPS["route"](logits, "sigmoid", None, *replay, None, 2, 1, 1, True, 1.0)
+        for replay in ((wrong, None), (recorded, routed))
+    )
+    cases.exactly(*results)
 
 
 def test_a_token_does_not_depend_on_the_others() -> None:
     some, ops = torch.tensor([3, 17, 40]), prl_triton.OPS
     x = cases.normal("cpu", 41, 256, dtype=BF16)
-    logits, scores = cases.normal("cpu", 41, 24), cases.normal("cpu", 41, 24).sigmoid()
+    logits = cases.normal("cpu", 41, 24)
     q, keys, weights = cases.normal("cpu", 1, 41, 2, 16), cases.normal("cpu", 1, 9, 16), cases.normal("cpu", 1, 41, 2)
     assert cases.same(ops["swiglu"](x)[some], ops["swiglu"](x[some]))
-    assert cases.same(ops["router_scores"](logits, "softmax")[some], ops["router_scores"](logits[some], "softmax"))
+    for scoring in ("sigmoid", "softmax"):
+        args = (scoring, None, None, None, None, 4, 4, 2, True, 2.5)
+        of_all, alone = (ops["route"](x, *args)[:2] for x in (logits, logits[some]))
+        assert all(cases.same(a[some], b) for a, b in zip(of_all, alone, strict=True))
     for i in range(2):
-        of_all, alone = (ops["route"](s, None, None, None, None, 4, 4, 2, True, 2.5)[i] for s in (scores, scores[some]))
-        assert cases.same(of_all[some], alone)
         of_all, alone = (ops["swiglu_quantise"](r, False, False)[i].view(torch.uint8) for r in (x, x[some]))
         assert torch.equal(of_all[some], alone) if i == 0 else torch.equal(of_all.view(F32)[:, some], alone.view(F32))
     of_all, alone = ops["index_scores"](q, keys, weights), ops["index_scores"](q[:, some], keys, weights[:, some])
