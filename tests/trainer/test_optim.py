@@ -9,12 +9,17 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from prl.config.schema import Optim
+from prl.distributed.fsdp import shard
+from prl.distributed.sharded import local
 from prl.models.registry import build
 from prl.models.spec import read_spec
 from prl.samples import pack
 from prl.trainer import muon, optim
+from tests.distributed.ranks import Ranks
 from tests.trainer.helpers import ALONE, ARCHITECTURE, config, rollouts, stepper_of
 from tests.trainer.invariance import GLM_5
 
@@ -188,3 +193,44 @@ def test_the_norm_does_not_overflow_and_shows_what_is_not_finite() -> None:
     assert optim.global_norm([torch.full((4,), 1e30)], ALONE) == pytest.approx(2e30)
     assert math.isnan(optim.global_norm([torch.tensor([1.0, math.nan])], ALONE))
     assert math.isinf(optim.global_norm([torch.tensor([1.0, -math.inf])], ALONE))
+
+
+def shared(rank: int, copies: int, cut_over: int) -> tuple[list[bool], int]:
+    """Whether this rank's parts are those of whole matrices orthogonalised by one process, and how many it worked on."""
+    # Rows that do not divide or are fewer than ranks, experts cut across their rows, whole experts.
+    on_top = {(5, 3): 1, (2, 4): 1, (4, 6, 5): 2, (6, 2, 3): 2, (7, 7): 1}
+    mesh = DeviceMesh("cpu", torch.arange(copies * cut_over).view(copies, cut_over), mesh_dim_names=("replicate", "fsdp"))
+    generator = torch.Generator().manual_seed(0)
+    module = nn.ParameterList(torch.randn(s, generator=generator, dtype=torch.float64) for s in on_top)
+    expected = [muon._each(p.detach(), on_top[tuple(p.shape)]) for p in module]
+    shard(module, mesh if copies > 1 else mesh["fsdp"], compute=torch.float64, master=torch.float64)
+    parts = list(module)
+    counted, newton_schulz = [], muon.newton_schulz
+
+    def counting(x: torch.Tensor) -> torch.Tensor:
+        counted.append(len(x))
+        return newton_schulz(x)
+
+    muon.newton_schulz = counting
+    try:
+        with torch.no_grad():
+            got = muon.orthogonalise(parts, [local(p) for p in parts], {p: on_top[tuple(p.shape)] for p in parts})
+    finally:
+        muon.newton_schulz = newton_schulz
+    same = []
+    for p, x, e in zip(parts, got, expected, strict=True):
+        assert isinstance(p, DTensor)
+        part = distribute_tensor(e, p.device_mesh, p.placements).to_local()
+        same.append(x.shape == part.shape and torch.allclose(x, part, rtol=0, atol=1e-12))
+    return same, sum(counted)
+
+
+def test_each_cut_matrix_is_worked_on_by_one_rank_and_its_parts_come_back(ranks: Ranks) -> None:
+    found = ranks.run(3, shared, 1, 3)
+    assert all(all(same) for same, _ in found)
+    # Three matrices, four experts of two halves that are cut, and in place two whole ones of two halves on every rank.
+    assert sum(n for _, n in found) == 3 + 8 + 12 and max(n for _, n in found) <= 4 + 5
+    found = ranks.run(4, shared, 2, 2)
+    assert all(all(same) for same, _ in found)
+    # On both copies the three matrices; all experts are whole.
+    assert sum(n for _, n in found) == 2 * (3 + 8 + 12)
