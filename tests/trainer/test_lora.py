@@ -22,7 +22,7 @@ from prl.trainer.state import TrainState
 from prl.trainer.step import Stepper
 from tests.distributed.ranks import Ranks
 from tests.trainer import invariance
-from tests.trainer.helpers import ALONE, bits, config, rollouts, state_of, stepper_of
+from tests.trainer.helpers import ALONE, bits, config, rollouts, save, state_of, stepper_of
 from tests.trainer.test_fp8 import fp8_config, reversed_words
 
 EVERYTHING = {"rank": 3, "alpha": 6.0, "targets": [r"model\.layers\..*", "lm_head"]}
@@ -123,8 +123,7 @@ def test_a_resume_has_base_and_adapters_and_goes_on_the_same(tmp_path: Path) -> 
     batches = [pack(rollouts(step), step=step, budget=64, ranks=1)[0] for step in (1, 2)]
     stepper, resumed = stepper_of(c), stepper_of(c)
     stepper(batches[0])
-    stepper.state.save(tmp_path / "saved")
-    resumed.state.load(tmp_path / "saved")
+    resumed.state.load(save(stepper.state, c, tmp_path))
     for s in (stepper, resumed):
         s(batches[1])
     assert bits(stepper.state) == bits(resumed.state)

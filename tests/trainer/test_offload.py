@@ -53,10 +53,8 @@ def test_every_setting_trains_the_same_bits_on_one_rank(tmp_path: Path) -> None:
 
 
 def test_every_setting_trains_the_same_bits_on_two_ranks(tmp_path: Path, ranks: Ranks) -> None:
-    for found in ranks.run(2, train, MeshShape(shard=2), tmp_path, ["adamw", "muon"]):
-        assert found == dict.fromkeys(("adamw", "muon"), [True] * 7)
-    for found in ranks.run(2, train, MeshShape(shard=2, expert=2), tmp_path / "ep", ["bfloat16"]):
-        assert found == {"bfloat16": [True] * 7}
+    for found in ranks.run(2, train, MeshShape(shard=2, expert=2), tmp_path, ["muon"]):
+        assert found == {"muon": [True] * 7}
 
 
 def test_state_on_the_host_leaves_the_parameters_where_they_are() -> None:

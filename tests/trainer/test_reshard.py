@@ -32,6 +32,12 @@ MESHES: dict[str, dict[str, Any]] = {
 TRAININGS: dict[str, tuple[str, dict[str, Any], float]] = {
     "adamw": ("float32", {"optim": {"kind": "adamw", "lr": 1e-3, "eps": 1e-6}}, 1e-5),
     "sgd": ("float64", {"optim": {"kind": "sgd", "lr": 1e-3}}, 1e-10),
+    "muon": ("float64", {"optim": {"kind": "muon", "lr": 1e-3}, "offload": "optimizer"}, 1e-10),
+    "lora": (
+        "float64",
+        {"optim": {"lr": 1e-3, "state_dtype": "bfloat16"}, "offload": "parameters", "lora": {"rank": 3}},
+        1e-10,
+    ),
     "fp8": ("bfloat16", {"optim": {"lr": 1e-3}, "precision": "fp8"}, torch.finfo(torch.bfloat16).eps),
 }
 """Type, more of the section trainer, and by how much the next step's loss, a mean of terms of order 1, may differ elsewhere."""
