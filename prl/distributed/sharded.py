@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -16,12 +16,20 @@ def local(x: Tensor) -> Tensor:
 
 
 def full(x: Tensor) -> Tensor:
-    """The whole of a sharded tensor, where its mesh is, also of parts on the host: a collective that every rank must join."""
+    """The whole of a sharded tensor, where its mesh is, also of parts on the host: a collective that every rank must join.
+
+    One dimension of the mesh after the other: a flattened (expert, fsdp) would gather in another order, since its ranks do not
+    ascend and c10d sorts those of a group.
+    """
     if not isinstance(x, DTensor):
         return x
     moved = x.to(x.device_mesh.device_type)
     assert isinstance(moved, DTensor)
-    return moved.full_tensor()
+    placements = list(moved.placements)
+    for dim in reversed(range(len(placements))):
+        placements[dim] = Replicate()
+        moved = moved.redistribute(placements=placements)
+    return moved.to_local()
 
 
 def across_experts(x: Tensor, mesh: DeviceMesh) -> DTensor:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
 from prl.config import schema
 from prl.config.named import SetupError
@@ -105,6 +106,20 @@ def parallelize(
     for pattern in keep_gathered:
         if not any(re.fullmatch(pattern, name) for name in units):
             raise SetupError(f"trainer.keep_gathered: {pattern!r} matches none of what is sharded: {', '.join(units)}")
+    if mesh.shape.expert > 1:
+        _prefetch(model)
+
+
+def _prefetch(model: Model) -> None:
+    """A block starts gathering its experts and the next block as it begins; in backward likewise, in the other direction.
+
+    A dispatch lets the host wait for the device, so what is gathered behind it would not be under way beside anything. The
+    blocks alone do so: what a block holds runs once more where it is computed again, in the middle of backward.
+    """
+    units = [[m for m in block.modules() if isinstance(m, FSDPModule)] for block in model.layers]
+    for i, (block, *inner) in enumerate(units):
+        block.set_modules_to_forward_prefetch([*inner, *(following[0] for following in units[i + 1 : i + 2])])
+        block.set_modules_to_backward_prefetch([*reversed(inner), *(before[0] for before in units[max(i - 1, 0) : i])])
 
 
 def whole(model: Model, mesh: Mesh, name: str, x: Tensor) -> Tensor:

@@ -16,14 +16,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from prl.config.mesh import resolve
 from prl.distributed.deepep import DeepEP, DispatcherError
 from prl.distributed.expert import AllToAll, Dispatcher
+from prl.distributed.mesh import lay_out
 from prl.kernels.experts import experts
 from prl.kernels.numerics import sqnr_db
+from prl.samples import pack
+from prl.trainer.step import inputs
 from tests.distributed import deep_ep
 from tests.distributed.ranks import Ranks
+from tests.trainer import helpers
 
 KINDS = ("all_to_all", "deepep")
 WORLD, E, K, D = 4, 8, 3, 8
@@ -270,6 +276,48 @@ def recompute(rank: int, kind: str) -> tuple[list[bool], int, int]:
 def test_what_selective_recomputation_keeps_is_not_sent_again(kind: str, ranks: Ranks) -> None:
     for same, plain, again in ranks.run(2, recompute, kind):
         assert all(same) and plain == again > 0
+
+
+def gathers(rank: int) -> list[tuple[list[str], list[str]]]:
+    """Without and with recomputation: units whose gathering starts, and dispatches, in forward and in backward."""
+    return [gathers_in(rank, recompute) for recompute in ("none", "full")]
+
+
+def gathers_in(rank: int, recompute: str) -> tuple[list[str], list[str]]:
+    c = helpers.config("bfloat16", ranks=4, mesh={"ep": 2}, recompute=recompute)
+    state = helpers.state_of(c, lay_out(resolve(c.trainer, helpers.EXPERTS), rank, torch.device("cpu")))
+    events: list[str] = []
+    unshard, plans = FSDPParamGroup.unshard, AllToAll.plans
+
+    def started(self: Any, *args: Any) -> None:
+        before = self._all_gather_result
+        unshard(self, *args)
+        if self._all_gather_result is not before:
+            events.append(self._module_fqn.removeprefix("model.model.layers."))
+
+    def dispatched(self: Any, *args: Any) -> Any:
+        events.append("dispatch")
+        return plans(self, *args)
+
+    batch = pack(helpers.rollouts(1, 4), step=1, budget=256, ranks=4)[rank]
+    x = inputs(batch.micro_batches[0], torch.device("cpu"), replay=True, replay_selections=False)
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(FSDPParamGroup, "unshard", started)
+        m.setattr(AllToAll, "plans", dispatched)
+        out = state.policy(x.forward, x.rows_M, x.labels_M, x.temperature_M)[0]
+        forward = events[:]
+        events.clear()
+        out.sum().backward()
+    return forward, events
+
+
+def test_weights_are_under_way_before_a_dispatch_waits(ranks: Ranks) -> None:
+    """A block starts all that it holds and its neighbour; nothing is gathered twice, also where blocks are computed again."""
+    forward = ["", "0", "1", "1.mlp.experts", "2", "dispatch", "2.mlp.experts", "dispatch"]
+    backward = ["", "2", "2.mlp.experts", "1", "1.mlp.experts", "0"]
+    again = ["", "2", "2.mlp.experts", "1", "dispatch", "1.mlp.experts", "0", "dispatch"]
+    for found in ranks.run(4, gathers):
+        assert found == [(forward, backward), (forward, again)]
 
 
 def test_deepep_is_refused_by_name_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:

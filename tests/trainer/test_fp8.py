@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from prl.config.mesh import resolve
 from prl.config.schema import RunConfig
+from prl.distributed.mesh import lay_out
 from prl.samples import CE, Rollout, Sample, pack
 from prl.trainer.step import Stepper
-from tests.trainer.helpers import ARCHITECTURE, config, state_of
+from tests.distributed import deep_ep
+from tests.distributed.ranks import Ranks
+from tests.trainer.helpers import ARCHITECTURE, EXPERTS, config, state_of
 
 WIDE = {"hidden_size": 128, "moe_intermediate_size": 128, "head_dim": 32}
 LETTERS = np.arange(10, 20)
@@ -64,6 +69,34 @@ def test_masters_are_quantised_as_they_are_and_get_float32_gradients() -> None:
     assert experts.gate_up_proj.grad is None or experts.gate_up_proj.grad.dtype == torch.float32
     published = dict(state.tensors())
     assert published["model.layers.1.mlp.experts.gate_up_proj"].dtype == torch.bfloat16, "what an engine gets"
+
+
+alone_in_fp8 = functools.cache(functools.partial(losses, "fp8"))
+
+
+def losses_on_rank(rank: int, mesh: dict[str, Any], steps: int) -> tuple[list[float], list[str]]:
+    """Losses of the batch, and what the experts' shards are."""
+    if mesh.get("dispatcher") == "deepep":
+        deep_ep.install()
+    c = fp8_config("fp8", ranks=4, mesh=mesh, optim={"lr": 3e-3})
+    state = state_of(c, lay_out(resolve(c.trainer, EXPERTS), rank, torch.device("cpu")))
+    stepper, rng = Stepper(state, c.trainer, steps), np.random.default_rng(0)
+    found = [stepper(pack(reversed_words(rng, 32), step=i, budget=4096, ranks=4)[rank]).loss for i in range(1, steps + 1)]
+    kinds = {type(p._local_tensor).__name__ for n, p in state.params.items() if ".experts." in n}
+    return found, sorted(kinds)
+
+
+@pytest.mark.parametrize(
+    "mesh", [{}, {"fp8_dispatch": True}, {"fp8_dispatch": True, "dispatcher": "deepep", "dispatch_chunks": 2}]
+)
+def test_experts_between_ranks_train_in_fp8(mesh: dict[str, Any], ranks: Ranks) -> None:
+    """Experts over two ranks each of which gathers its own as FP8 from two: losses within 2% of one process's."""
+    steps = 6
+    alone = np.array(alone_in_fp8(steps))
+    for found, kinds in ranks.run(4, losses_on_rank, {"ep": 2} | mesh, steps):
+        assert kinds == ["ShardedWeight"], "gathered as FP8"
+        assert np.abs(np.array(found) / alone - 1).max() < 0.02
+    assert alone[-1] < 0.95 * alone[0], "something is learned"
 
 
 @pytest.mark.long
