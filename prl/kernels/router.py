@@ -73,8 +73,8 @@ def route(
     checks.tensor("route", "logits_TE", logits_TE, [None, None], WIDE)
     t, e = logits_TE.shape
     if bias_E is not None:
+        checks.tensor("route", "bias_E", bias_E, [e], FLOATS)
         bias_E = bias_E.to(logits_TE.dtype)
-        checks.tensor("route", "bias_E", bias_E, [e], WIDE)
     if recorded_TK is not None:
         checks.tensor("route", "recorded_TK", recorded_TK, [t, top_k], IDS)
     for name, mask in (("routed_T", routed_T), ("padding_T", padding_T)):
@@ -82,6 +82,8 @@ def route(
             checks.tensor("route", name, mask, [t], [torch.bool])
     if scoring not in SCORINGS:
         checks.fail("route", "scoring", " or ".join(SCORINGS), scoring)
+    if not 1 <= topk_group <= n_group:
+        checks.fail("route", "topk_group", f"1 to n_group, which is {n_group}", topk_group)
     if not 0 < top_k <= e * topk_group // n_group:
         checks.fail("route", "top_k", f"1 to {e * topk_group // n_group}", top_k)
     checks.multiple("route", "E", e, n_group)
@@ -95,6 +97,11 @@ def route(
 def check_routes(routes_TLK: Tensor, routed_T: Tensor | None, n_experts: int) -> None:
     """Raise RouteError if a replayed row has an expert id out of range or twice. One host sync."""
     checks.tensor("check_routes", "routes_TLK", routes_TLK, [None, None, None], IDS)
+    if routed_T is not None:
+        checks.tensor("check_routes", "routed_T", routed_T, [len(routes_TLK)], [torch.bool])
+    checks.same_device("check_routes", routes_TLK=routes_TLK, routed_T=routed_T)
+    if n_experts < 1:
+        checks.fail("check_routes", "n_experts", "at least 1", n_experts)
     outside, twice, first = _inspect_op(routes_TLK, routed_T, n_experts).tolist()
     if outside or twice:
         token, layer = divmod(first, routes_TLK.shape[1])

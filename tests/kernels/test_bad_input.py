@@ -16,7 +16,7 @@ from prl.kernels.numerics import FP8
 from prl.kernels.permute import combine, permute, permute_quantise, sort_rows
 from prl.kernels.quantise import quantise_blocks, quantise_both, quantise_columns, quantise_rows, transpose_codes
 from prl.kernels.registry import GradientError
-from prl.kernels.router import router_logits
+from prl.kernels.router import check_routes, route, router_logits
 from prl.kernels.swiglu import swiglu, swiglu_backward_quantise, swiglu_quantise
 
 IDS = torch.tensor([[0, 2], [2, -1], [0, 3]])
@@ -47,6 +47,12 @@ def samples() -> list[tuple]:
         (grouped_gemm_fp8, (codes, scales, *fp8_w, *groups), {}),
         (grouped_gemm_weight_fp8, (*(columns, column_scales) * 2, *groups, torch.zeros(4, 128, 128)), {}),
         (router_logits, (torch.randn(6, 4), torch.randn(8, 4)), {}),
+        (
+            route,
+            (torch.rand(6, 8), torch.randn(8), torch.arange(12).view(6, 2) % 8, torch.rand(6) > 0.5, torch.rand(6) > 0.7),
+            {"scoring": "sigmoid", "top_k": 2},
+        ),
+        (check_routes, (torch.arange(12).view(3, 2, 2), torch.rand(3) > 0.5), {"n_experts": 12}),
         (logits, (torch.randn(5, 4), torch.randn(7, 4)), {}),
         (logprobs, (torch.randn(5, 4), torch.randn(7, 4), torch.tensor([0, -100, 3, 6, 1]), torch.ones(5)), {"chunk": 2}),
         (index_scores, (torch.randn(2, 3, 4, 8), torch.randn(2, 9, 8), torch.rand(2, 3, 4)), {}),
@@ -83,6 +89,20 @@ def test_wrong_types_ranks_strides_and_devices_are_refused_by_name(sample: int) 
         for wrong in bad(t, names[i], len(tensors) == 1):
             with pytest.raises(ArgumentError, match=f"^{function.__name__}: .*{names[i]}.* must be "):
                 function(*tensors[:i], wrong, *tensors[i + 1 :], **others)
+
+
+@pytest.mark.parametrize(("groups", "kept"), [(0, 0), (1, 0), (1, 2), (-1, -1), (2, 3)])
+def test_groups_of_experts_that_make_no_sense_are_refused(groups: int, kept: int) -> None:
+    with pytest.raises(ArgumentError, match=f"route: topk_group must be 1 to n_group, which is {groups}, got {kept}"):
+        route(torch.rand(3, 4), None, None, None, None, scoring="none", top_k=2, n_group=groups, topk_group=kept)
+
+
+def test_routes_of_no_expert_and_of_other_tokens_are_refused() -> None:
+    routes = torch.arange(12).view(3, 2, 2)
+    with pytest.raises(ArgumentError, match="check_routes: n_experts must be at least 1, got 0"):
+        check_routes(routes, None, 0)
+    with pytest.raises(ArgumentError, match=r"check_routes: routed_T must be of shape \[3\], got \[1\]"):
+        check_routes(routes, torch.ones(1, dtype=torch.bool), 12)
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
