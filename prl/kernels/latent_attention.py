@@ -90,6 +90,7 @@ class _SparseLatentAttention(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_BQHC: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         q_BQHX, keys_BSX, kept_BQK = ctx.saved_tensors
         d_q = torch.empty_like(q_BQHX)
