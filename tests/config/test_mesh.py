@@ -27,6 +27,7 @@ def trainer(ranks: int, **mesh: Any) -> Trainer:
         (128, {"cp": 8, "ep": 8}, 256, (1, 16, 8, 8)),
         (16, {"replicate": 2, "cp": 2}, 8, (2, 4, 2, 8)),
         (8, {"cp": 8, "ep": 4}, 8, (1, 1, 8, 4)),
+        (12, {"dispatcher": "deepep"}, 12, (1, 12, 1, 4)),  # of which DeepEP knows groups
     ],
 )
 def test_auto_is_the_smallest_cp_then_the_largest_ep(
@@ -68,6 +69,7 @@ def test_fp8_shares_whole_experts_evenly() -> None:
         ),
         (8, {"ep": 3}, 8, r"trainer.mesh.ep: expected a divisor of the model's 8 experts, such as 2 or 4, got 3"),
         (6, {"ep": 4}, 8, r"ep: expected a divisor of the 6 ranks of a copy \(ranks / replicate\), such as 3 or 6, got 4"),
+        (12, {"ep": 6, "dispatcher": "deepep"}, 12, "ep: the dispatcher deepep knows groups of 2, 4, 8, 16, .* ranks, got 6"),
         (2, {"ep": 2}, 0, "no experts to spread over 2 ranks: expected 1 or auto"),
     ],
 )

@@ -51,6 +51,12 @@ def test_the_sound_ones_break_none() -> None:
             "trainer.mesh.ep",
             "a divisor of the model's 6 experts, such as 3 or 6",
         ),
+        ({"trainer": {"mesh": {"fp8_dispatch": True}}}, "trainer.mesh.fp8_dispatch", "need trainer.precision fp8, got bf16"),
+        (
+            {"model": {"dtype": "float32"}, "trainer": {"mesh": {"dispatcher": "deepep"}}},
+            "trainer.mesh.dispatcher",
+            "deepep sends bfloat16, the forward is in float32",
+        ),
         ({"envs": [], "sft": {"data": [{"path": "x"}], "stop_at": 0.5}}, "sft.stop_at", "envs is empty"),
         ({"sft": {"max_length": 9000}}, "sft.max_length", "at most trainer.pack_tokens = 8192"),
         ({"trainer": {"keep_gathered": ["("]}}, "trainer.keep_gathered.0", "regular expression"),
