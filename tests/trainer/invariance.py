@@ -104,7 +104,7 @@ class Case:
     """28, the longest document: one document a row."""
     rollouts: int = 12
     routes: str = "random"
-    """random, crowd (every token goes to expert 0), shun (no token goes to expert 7)."""
+    """random, crowd (every token goes to expert 0), shun (none goes to expert 7), pair (each to 0 and 1, none elsewhere)."""
     architecture: str = "glm_5"
     loss: dict[str, Any] = field(default_factory=dict)
 
@@ -132,6 +132,8 @@ def sample(rng: np.random.Generator, n: int, routes: str) -> Sample:
         ids = np.concatenate([np.zeros_like(ids[..., :1]), ids[ids > 0].reshape(n, MOE_LAYERS, -1)], -1)
     elif routes == "shun":
         ids = ids[ids < EXPERTS - 1].reshape(n, MOE_LAYERS, -1)
+    elif routes == "pair":
+        ids = ids[ids < TOP_K].reshape(n, MOE_LAYERS, -1)
     selections = np.full((n, INDEXED, KEPT), -1, np.int32)
     for t in range(n - 1):
         for layer in range(INDEXED):

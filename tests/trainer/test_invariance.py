@@ -18,6 +18,7 @@ from prl.trainer.step import Stepper
 from tests.distributed.ranks import Ranks
 from tests.trainer.helpers import ALONE, state_of
 from tests.trainer.invariance import EXPERTS, KEPT, Case, sample, train, worst
+from tests.trainer.sweep import sweep
 from tests.trainer.test_fp8 import fp8_config, reversed_words
 
 BOUND = {"float64": 1e-10, "float32": 1e-5}
@@ -60,6 +61,7 @@ EXPERT_PARALLEL = {
     for chunks in (1, 3)
     for routes in ("random", "crowd", "shun")
 }
+SWEEP = sweep()
 
 
 @functools.cache
@@ -82,6 +84,14 @@ def test_a_mesh_trains_as_one_process_does(name: str, dtype: str, ranks: Ranks) 
 @pytest.mark.parametrize("name", EXPERT_PARALLEL)
 def test_expert_parallelism_of_every_kind(name: str, dtype: str, ranks: Ranks) -> None:
     check(replace(EXPERT_PARALLEL[name], dtype=dtype), ranks)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("name", SWEEP)
+def test_every_two_settings_meet(name: str, dtype: str, ranks: Ranks) -> None:
+    check(replace(SWEEP[name], dtype=dtype), ranks)
 
 
 def check(case: Case, ranks: Ranks) -> None:
