@@ -41,7 +41,10 @@ FACTORS: list[list[Any]] = [
     ["random", "crowd", "shun", "pair", "idle"],  # the routes, or fewer documents than ranks
     [64, 28],  # pack_tokens
     [1e9, 0.05],  # clip
-    ["none", "full", "selective"],
+    ["none", "full", "selective"],  # recompute
+    [0, 1],  # offload_activations
+    ["none", "optimizer", "parameters"],  # offload
+    [[], [".*"]],  # keep_gathered
 ]
 
 
@@ -70,20 +73,22 @@ def sweep() -> dict[str, Case]:
     together = [(0, 1, 2), *combinations(range(len(FACTORS)), 2)]
     out = {}
     for row in cover([len(levels) for levels in FACTORS], together):
-        mesh, optim, dispatcher, chunks, work, pack_tokens, clip, recompute = (
+        mesh, optim, dispatcher, chunks, work, pack_tokens, clip, recompute, activations, offload, gathered = (
             levels[i] for levels, i in zip(FACTORS, row, strict=True)
         )
         ranks, sizes = MESHES[mesh]
         case = Case(
             ranks,
             sizes | {"dispatcher": dispatcher, "dispatch_chunks": chunks},
-            {"recompute": recompute},
+            {"recompute": recompute, "offload_activations": activations, "offload": offload, "keep_gathered": gathered},
             optim=optim,
             clip=clip,
             pack_tokens=pack_tokens,
         )
-        packing = "packed" if pack_tokens == Case.pack_tokens else "unpacked"
-        clipping = "clipped" if clip < Case.clip else "not clipped"
-        name = f"{mesh}, {optim['kind']}, {dispatcher}, {chunks} chunks, {work}, {packing}, {clipping}, recompute {recompute}"
-        out[name] = replace(case, rollouts=2) if work == "idle" else replace(case, routes=work)
+        named = [mesh, optim["kind"], f"{dispatcher} × {chunks}", work]
+        named += ["unpacked"] * (pack_tokens < Case.pack_tokens) + ["clipped"] * (clip < Case.clip)
+        named += [f"recompute {recompute}"] + ["activations off"] * activations + [f"offload {offload}"]
+        out[", ".join(named + ["kept"] * len(gathered))] = (
+            replace(case, rollouts=2) if work == "idle" else replace(case, routes=work)
+        )
     return out

@@ -38,6 +38,7 @@ CASES = {
     "deepep": Case(4, {"ep": 2, "dispatcher": "deepep"}, routes="crowd"),
     "deepep, chunks": Case(4, {"ep": 4, "dispatcher": "deepep", "dispatch_chunks": 2}, {"recompute": "full"}, routes="shun"),
     "cp": Case(2, {"cp": 2, "ep": 1}),
+    "dp×cp": Case(4, {"cp": 2, "ep": 1}, clip=0.05),
     "dp×ep×cp": Case(4, {"cp": 2, "ep": 2}, pack_tokens=28),
     "cp of fewer tokens, gspo": Case(4, {"cp": 4, "ep": 4}, rollouts=2, pack_tokens=28, loss=GSPO),
     "ulysses": Case(4, {"cp": 4, "ep": 2}, architecture="glm_4.5"),
@@ -89,7 +90,7 @@ def test_expert_parallelism_of_every_kind(name: str, dtype: str, ranks: Ranks) -
 @pytest.mark.long
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
-@pytest.mark.parametrize("name", SWEEP)
+@pytest.mark.parametrize("name", SWEEP, ids=str)
 def test_every_two_settings_meet(name: str, dtype: str, ranks: Ranks) -> None:
     check(replace(SWEEP[name], dtype=dtype), ranks)
 

@@ -27,6 +27,7 @@ MESHES: dict[str, dict[str, Any]] = {
     "2": {"ranks": 2, "mesh": {"ep": 1}},
     "4, ep 2": {"ranks": 4, "mesh": {"ep": 2}},
     "4, replicate 2": {"ranks": 4, "mesh": {"replicate": 2, "ep": 1}},
+    "4, cp 2": {"ranks": 4, "mesh": {"cp": 2, "ep": 4}},
     "8": {"ranks": 8, "mesh": {"ep": 4}},
 }
 TRAININGS: dict[str, tuple[str, dict[str, Any], float]] = {
