@@ -153,6 +153,18 @@ def pipeline(
 
 
 @app.command()
+def context(
+    length: Annotated[list[int] | None, typer.Option(min=64, help="Tokens of the row; default 2048, 4096, … 32768.")] = None,
+    cp: Annotated[list[int] | None, typer.Option(min=1, help="Ranks that share it; default 1, 2 and 4.")] = None,
+    json: Json = None,
+) -> None:
+    """Peak memory of a rank as a function of a row's length, for several numbers of ranks that share it."""
+    from prl.bench.context import measure
+
+    _give(lambda: measure(length or [2048 << i for i in range(5)], cp or [1, 2, 4]), json)
+
+
+@app.command()
 def seeds(
     run: Run = None,
     seed: Annotated[list[int] | None, typer.Option(help="Give it as often as you like; default 0, 1 and 2.")] = None,

@@ -12,12 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from prl.kernels.numerics import wide
 
 KEEP = 1 << 24
-"""Most probabilities of a call that are kept for backward; more are computed again there."""
+"""Most probabilities that exist at once, and that are kept for backward: more queries go in chunks, computed again there."""
 CHUNK = 1 << 24
 """Most numbers of gathered keys that exist at once."""
 
@@ -50,31 +49,41 @@ def _probabilities(q_BRX: Tensor, keys_BSX: Tensor, mask_BQS: Tensor, scale: flo
 class _LatentAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q_BQHX: Tensor, keys_BSX: Tensor, mask_BQS: Tensor, value_width: int, scale: float) -> Tensor:
-        p = _probabilities(q_BQHX.flatten(1, 2), keys_BSX, mask_BQS, scale)
-        ctx.keeps = p.numel() <= KEEP
-        ctx.save_for_backward(q_BQHX, keys_BSX, p if ctx.keeps else mask_BQS)
         ctx.value_width, ctx.scale = value_width, scale
-        return torch.bmm(p.to(keys_BSX.dtype), keys_BSX[..., :value_width]).unflatten(1, q_BQHX.shape[1:3])
+        ctx.chunk = max(1, KEEP // (mask_BQS[:, :1].numel() * q_BQHX.shape[2]))
+        ctx.keeps = ctx.chunk >= q_BQHX.shape[1]
+        values_BSC = keys_BSX[..., :value_width]
+        parts = []
+        for q, mask in zip(q_BQHX.split(ctx.chunk, 1), mask_BQS.split(ctx.chunk, 1), strict=True):
+            p = _probabilities(q.flatten(1, 2), keys_BSX, mask, scale)
+            parts.append(torch.bmm(p.to(keys_BSX.dtype), values_BSC).unflatten(1, q.shape[1:3]))
+        ctx.save_for_backward(q_BQHX, keys_BSX, p if ctx.keeps else mask_BQS)
+        return parts[0] if ctx.keeps else torch.cat(parts, 1)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_BQHC: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         q_BQHX, keys_BSX, kept = ctx.saved_tensors
-        q_BRX = q_BQHX.flatten(1, 2)
-        p = kept if ctx.keeps else _probabilities(q_BRX, keys_BSX, kept, ctx.scale)
-        d_q, d_keys = _gradients(grad_BQHC.flatten(1, 2), q_BRX, keys_BSX, p, ctx.value_width, ctx.scale)
-        return d_q.view(q_BQHX.shape), d_keys, None, None, None
+        if ctx.keeps:
+            d_q, d_keys = _gradients(grad_BQHC, q_BQHX, keys_BSX, kept, ctx.value_width, ctx.scale)
+            return d_q, d_keys, None, None, None
+        d_q, d_keys = torch.empty_like(q_BQHX), torch.zeros_like(keys_BSX, dtype=wide(keys_BSX))
+        for d, grad, q, mask in zip(*(t.split(ctx.chunk, 1) for t in (d_q, grad_BQHC, q_BQHX, kept)), strict=True):
+            p = _probabilities(q.flatten(1, 2), keys_BSX, mask, ctx.scale)
+            d[:], added = _gradients(grad, q, keys_BSX, p, ctx.value_width, ctx.scale)
+            d_keys += added
+        return d_q, d_keys.to(keys_BSX.dtype), None, None, None
 
 
 def _gradients(
-    grad_BRC: Tensor, q_BRX: Tensor, keys_BSX: Tensor, p_BRS: Tensor, value_width: int, scale: float
+    grad_BQHC: Tensor, q_BQHX: Tensor, keys_BSX: Tensor, p_BRS: Tensor, value_width: int, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Of queries and keys. What the mask excludes has p = 0, so its score gets no gradient without masking again."""
+    grad_BRC, q_BRX = grad_BQHC.flatten(1, 2), q_BQHX.flatten(1, 2)
     d_p = torch.bmm(grad_BRC, keys_BSX[..., :value_width].transpose(1, 2)).to(p_BRS.dtype)
     d_scores = torch.ops.aten._softmax_backward_data(d_p, p_BRS, -1, p_BRS.dtype).mul_(scale).to(keys_BSX.dtype)
     d_keys = torch.bmm(d_scores.transpose(1, 2), q_BRX)
     d_keys[..., :value_width] += torch.bmm(p_BRS.to(keys_BSX.dtype).transpose(1, 2), grad_BRC)
-    return torch.bmm(d_scores, keys_BSX), d_keys
+    return torch.bmm(d_scores, keys_BSX).view(q_BQHX.shape), d_keys
 
 
 class _SparseLatentAttention(torch.autograd.Function):
@@ -98,7 +107,8 @@ class _SparseLatentAttention(torch.autograd.Function):
         for d_q_NHX, grad_NHC, q_NHX, kept_NK in _chunks(keys_BSX, kept_BQK, d_q, grad_BQHC, q_BQHX):
             keys_NKX, mask_N1K = _gathered(keys_BSX, kept_NK)
             p = _probabilities(q_NHX, keys_NKX, mask_N1K, ctx.scale)
-            d_q_NHX[:], d_keys_NKX = _gradients(grad_NHC, q_NHX, keys_NKX, p, ctx.value_width, ctx.scale)
+            d_q_N1HX, d_keys_NKX = _gradients(grad_NHC[:, None], q_NHX[:, None], keys_NKX, p, ctx.value_width, ctx.scale)
+            d_q_NHX[:] = d_q_N1HX[:, 0]
             rows, added = kept_NK.clamp(min=0).flatten(), d_keys_NKX.flatten(0, 1).to(d_keys_GX.dtype)
             if added.is_cuda:
                 d_keys_GX.index_put_((rows,), added, accumulate=True)  # it sorts, where index_add_ races
