@@ -97,7 +97,8 @@ def test_what_was_not_kept_gets_no_gradient():
     assert torch.autograd.gradcheck(lambda q, k: sparse_latent_attention(q, k, indices(mask, 5), 4, 0.3), (q, keys))
 
 
-def test_bfloat16_keys_gradients_are_added_in_float32():
+def test_bfloat16_keys_gradients_are_added_in_float32(monkeypatch):
+    monkeypatch.setattr(module, "CHUNK", 1)
     g = torch.Generator().manual_seed(0)
     q = torch.randn(1, 600, 2, 7, generator=g).bfloat16().requires_grad_()
     keys = torch.randn(1, 5, 7, generator=g).bfloat16().requires_grad_()
@@ -105,4 +106,4 @@ def test_bfloat16_keys_gradients_are_added_in_float32():
     (grad,) = torch.autograd.grad(sparse_latent_attention(q, keys, kept, 4, 0.3).sum(), keys)
     exact = keys.detach().double().requires_grad_()
     (expected,) = torch.autograd.grad(sparse_latent_attention(q.double(), exact, kept, 4, 0.3).sum(), exact)
-    assert (grad - expected).abs().max() < 0.01 * expected.abs().max()
+    assert (grad - expected).abs().max() < 0.004 * expected.abs().max()
