@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from prl.kernels.numerics import wide
 
@@ -82,6 +83,7 @@ class _Gather(torch.autograd.Function):
         return out_T.index_select(0, shard.by_token_T)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor, None]:
         shard: Shard = ctx.shard
         sent_T = grad_T.index_select(0, shard.by_place_T)
@@ -107,6 +109,7 @@ class _GatherSome(torch.autograd.Function):
         return rows.index_select(0, order_N)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor, None, None, None]:
         mine = torch.empty_like(grad_N).index_copy_(0, ctx.order_N, grad_N)[ctx.rows]
         out = grad_N.new_zeros(ctx.shape)
@@ -135,6 +138,7 @@ class _ToHeads(torch.autograd.Function):
         return _heads(x_LHC, shard)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_THC: Tensor) -> tuple[Tensor, None]:
         return _tokens(grad_THC, ctx.shard), None
 
@@ -146,5 +150,6 @@ class _ToTokens(torch.autograd.Function):
         return _tokens(x_THC, shard)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_LHC: Tensor) -> tuple[Tensor, None]:
         return _heads(grad_LHC, ctx.shard), None

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from prl.kernels.numerics import wide
 
@@ -61,6 +62,7 @@ class _LatentAttention(torch.autograd.Function):
         return parts[0] if ctx.keeps else torch.cat(parts, 1)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_BQHC: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         q_BQHX, keys_BSX, kept = ctx.saved_tensors
         if ctx.keeps:

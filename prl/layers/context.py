@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from prl.distributed.context import Shard, runs, to_heads, to_tokens
 from prl.kernels.numerics import wide
@@ -145,6 +146,7 @@ class _Ring(torch.autograd.Function):
         return out_LHC
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_LHC: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         q_LHC, k_LGC, v_LGC, out_LHC, total_LH = ctx.saved_tensors
         layout, shard = _shared(ctx.layout)
