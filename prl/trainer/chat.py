@@ -21,7 +21,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from prl.config.named import SetupError
 from prl.samples import Sample, truncate
-from prl.tokenizer import Tokenizer
+from prl.tokenizer import Tokenizer, TokenizerError
 from prl.trainer.sft import example
 
 TooLong = Literal["drop", "cut"]
@@ -70,8 +70,11 @@ class Conversations:
     def __getitem__(self, i: int) -> list[Sample]:
         """The samples of conversation `i`, too long ones dropped or cut. ChatError where it cannot be rendered."""
         start, end = self.starts[i]
-        with self.path.open("rb") as file:
-            line = os.pread(file.fileno(), int(end - start), int(start))
+        try:
+            with self.path.open("rb") as file:
+                line = os.pread(file.fileno(), int(end - start), int(start))
+        except OSError as e:
+            raise ChatError(f"{self.path}: cannot be read: {e}") from e
         samples = self._samples(line, f"{self.path}, conversation {i + 1} (byte {start})")
         if not samples:
             self.counts["untrained"] += 1
@@ -105,11 +108,15 @@ class Conversations:
                 samples.append(pieces := [])
                 text = ""
             text += before + (answer := after[len(text) + len(before) :])
-            prompt_ids, ids = self.tokenizer.encode(before), self.tokenizer.encode(answer)
+            try:
+                prompt_ids, ids = self.tokenizer.encode(before), self.tokenizer.encode(answer)
+            except TokenizerError as e:
+                raise ChatError(f"{where}: message {i + 1} ({message['role']}): {e}") from e
             if not pieces and not len(prompt_ids):
                 prompt_ids, ids = ids[:1], ids[1:]  # nothing comes before a first token that could score it
             pieces += [prompt_ids, ids]
-        return [example(*pieces) for pieces in samples]
+        made = [example(*pieces) for pieces in samples]
+        return [sample for sample in made if sample.trainable.any()]  # a template may show nothing of a message
 
     def _render(self, messages: list[dict[str, Any]], tools: Any, prompt: bool, where: str) -> str:
         if not messages:
@@ -124,8 +131,10 @@ class Conversations:
                 pad_token=self.tokenizer.pad,
                 bos_token=self.tokenizer.bos,
             )
-        except (jinja2.TemplateError, TypeError, ValueError) as e:
+        except jinja2.TemplateError as e:
             raise ChatError(f"{where}: the chat template refuses it: {e}") from e
+        except Exception as e:  # a template is a program: it can fail in every way
+            raise ChatError(f"{where}: the chat template refuses it: {type(e).__name__}: {e}") from e
         return str(texts[0][0])
 
 

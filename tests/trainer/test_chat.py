@@ -87,15 +87,44 @@ def test_long_ones_are_dropped_or_cut_and_counted(tmp_path: Path) -> None:
         ('{"messages": [', "conversation 2 .*not JSON"),
         ('{"text": "hi"}', 'conversation 2 .*expected {"messages"'),
         ({"messages": [{"content": "hi"}]}, "message 1: expected an object with role and content"),
-        (say("uHI", "ahello"), "no token for 'HI'"),
+        (say("uHI", "ahello"), r"c\.jsonl, conversation 2 \(byte \d+\): message 2 \(assistant\): .*no token for 'HI'"),
     ],
 )
 def test_a_wrong_line_is_named(tmp_path: Path, record: Any, expected: str) -> None:
     file = conversations(tmp_path / "c.jsonl", [say("uhi", "ahello"), record])
     assert file[0]
-    with pytest.raises(Exception, match=expected) as error:
+    with pytest.raises(ChatError, match=expected):
         file[1]
-    assert "Error" in type(error.value).__name__
+
+
+@pytest.mark.parametrize(
+    ("template", "error"),
+    [
+        ("{{ 1 // 0 }}", "ZeroDivisionError"),
+        ("{{ '{} {}'.format('a') }}", "IndexError"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
+        ("{% for i in range(1000000) %}x{% endfor %}", "OverflowError"),
+        ("{{ messages + 1 }}", "TypeError"),
+    ],
+)
+def test_a_template_that_fails_in_whatever_way_is_named(tmp_path: Path, template: str, error: str) -> None:
+    file = conversations(tmp_path / "c.jsonl", [say("uhi", "ahello")], template)
+    with pytest.raises(ChatError, match=rf"c\.jsonl, conversation 1 \(byte 0\): the chat template refuses it: {error}: "):
+        file[0]
+
+
+def test_a_file_that_goes_away_is_named(tmp_path: Path) -> None:
+    file = conversations(tmp_path / "c.jsonl", [say("uhi", "ahello")])
+    (tmp_path / "c.jsonl").unlink()
+    with pytest.raises(ChatError, match=r"c\.jsonl: cannot be read"):
+        file[0]
+
+
+def test_answers_that_the_template_shows_nothing_of_are_counted(tmp_path: Path) -> None:
+    bare = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    file = conversations(tmp_path / "c.jsonl", [say("uhi", "a"), say("u", "a"), say("uhi", "ahello")], bare)
+    assert [[shown(s) for s in file[i]] for i in range(3)] == [[], [], ["hiHELLO"]]
+    assert file.counts == {"untrained": 2}
 
 
 def test_a_template_that_refuses_or_contradicts_itself_is_named(tmp_path: Path) -> None:
