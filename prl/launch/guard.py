@@ -39,6 +39,14 @@ def strays(mark: str, groups: Iterable[int] = ()) -> list[int]:
     return found
 
 
+def state(pid: int) -> str:
+    """A process's state, a letter of proc(5); X where it is gone."""
+    try:
+        return Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "X"
+
+
 def sweep(mark: str, groups: Iterable[int] = (), timeout_s: float = 5.0) -> list[int]:
     """Kill strays until there are none; those that would not die within `timeout_s` are returned."""
     deadline = time.monotonic() + timeout_s

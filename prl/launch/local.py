@@ -49,6 +49,9 @@ class Executor(Protocol):
     def poll(self) -> dict[str, int]:
         """Roles that ended since the last call, with their exit codes (negative: the signal that killed it)."""
 
+    def stopped(self) -> set[str]:
+        """Roles that a signal has stopped (SIGSTOP, a debugger) and that have not ended."""
+
     def signal(self, names: Sequence[str], number: int) -> None:
         """Send a signal to roles; those that have ended are left out."""
 
@@ -164,6 +167,9 @@ class LocalExecutor:
         if (code := self._guard.poll()) is not None:
             ended["guard"] = code
         return ended
+
+    def stopped(self) -> set[str]:
+        return {name for name, role in self._roles.items() if guard.state(role.pid) in "Tt"}
 
     def signal(self, names: Sequence[str], number: int) -> None:
         for name in names:

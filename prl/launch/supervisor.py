@@ -14,9 +14,10 @@ serve them and are told to end afterwards. Phases:
 
 from __future__ import annotations
 
+import math
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -121,7 +122,10 @@ class StopRequested:
 
 @dataclass(frozen=True)
 class Tick:
+    """`stuck`: what is known of roles that will show no life, though others that wait for them may fall silent first."""
+
     now: float
+    stuck: Mapping[str, str] = field(default_factory=dict)
 
 
 Event = Began | Beat | Exited | StopRequested | Tick
@@ -184,8 +188,8 @@ def transition(state: State, event: Event) -> tuple[State, list[Action]]:
             primaries = state.stages[0].primaries & state.alive
             state = replace(_phase(state, "saving", now), cause="stop requested")
             return state, [Terminate(primaries or state.alive)]
-        case Tick(now) if now > state.deadline():
-            return _overdue(state, now)
+        case Tick(now, stuck) if now > state.deadline():
+            return _overdue(state, now, stuck)
     return state, []
 
 
@@ -248,7 +252,7 @@ def _stage_over(state: State, now: float) -> tuple[State, list[Action]]:
     return _enter(state, now), [*done, Start(state.stages[0])]
 
 
-def _overdue(state: State, now: float) -> tuple[State, list[Action]]:
+def _overdue(state: State, now: float, stuck: Mapping[str, str]) -> tuple[State, list[Action]]:
     stage, limits = state.stages[0], state.limits
     match state.phase:
         case "starting":
@@ -264,6 +268,8 @@ def _overdue(state: State, now: float) -> tuple[State, list[Action]]:
     hung = min(sorted(state.alive), key=lambda r: state.beats[r])
     if now > state.beats[hung] + limits.heartbeat_s:
         silent = now - state.beats[hung]
+        if causes := sorted(state.alive & stuck.keys()):
+            return _fail(state, now, causes[0], stuck[causes[0]])
         return _fail(state, now, hung, f"hangs: no sign of life for {silent:.1f} s (launch.heartbeat_timeout_s)")
     late = min(state.alive & stage.primaries)
     return _fail(state, now, late, f"did not end within {limits.wait_s:g} s after the others (launch.wait_timeout_s)")
@@ -372,10 +378,17 @@ class Supervisor:
             events.append(StopRequested(self.clock()))
         ended = self.executor.poll()
         if any(code not in (DONE, SAVED) for code in ended.values()) and state.phase != "saving":
-            time.sleep(FIRST_CAUSE_S)
-            ended |= self.executor.poll()
-        # Killed roles first, then services: a primary often fails because one of those has.
-        order = sorted(ended, key=lambda role: (ended[role] >= 0, role in state.stages[0].primaries))
+            until = self.clock() + FIRST_CAUSE_S
+            while self.clock() < until or (
+                self.clock() < until + self.limits.stop_s and self._failed(state.alive - ended.keys())
+            ):
+                time.sleep(POLL_S)
+                ended |= self.executor.poll()
+        # Killed roles first, then services: a primary often fails because one of those has. Of ranks the one that failed first.
+        failed = self._failed(ended)
+        order = sorted(
+            ended, key=lambda role: (ended[role] >= 0, role in state.stages[0].primaries, failed.get(role, math.inf), role)
+        )
         events += [Exited(role, ended[role], self.clock()) for role in order]
         now = self.clock()
         if now >= self._next_look:
@@ -385,4 +398,13 @@ class Supervisor:
                 if status is not None and status["t"] != self._seen.get(role):
                     self._seen[role] = status["t"]
                     events.append(Beat(role, status["phase"] != "starting", now))
-        return [*events, Tick(self.clock())]
+        stuck = {}
+        if self.clock() > state.deadline():
+            stuck = dict.fromkeys(self._failed(state.alive), "failed, and does not end")
+            stuck |= dict.fromkeys(self.executor.stopped(), "hangs: a signal has stopped it (SIGSTOP; SIGCONT lets it go on)")
+        return [*events, Tick(self.clock(), stuck)]
+
+    def _failed(self, roles: Iterable[str]) -> dict[str, float]:
+        """Role to the time at which it says that it failed; others may have ended before it, for the same reason."""
+        told = {role: self.run.read_status(role) or {} for role in roles}
+        return {role: status["failed"] for role, status in told.items() if "failed" in status}

@@ -47,6 +47,16 @@ class Status:
             if self.metrics is not None and time.time() - t0 > 0.001:
                 self.metrics.log("span", name="wait", what=what, t0=t0, t1=time.time())
 
+    @contextmanager
+    def failing(self, *, but: type[Exception]) -> Iterator[None]:
+        """Put on record when what is inside fails, before it is cleaned up and others fail for it. `but`: told by another."""
+        try:
+            yield
+        except Exception as e:
+            if not isinstance(e, but):
+                self.set(failed=time.time())
+            raise
+
     def _write(self) -> None:
         self._written = time.time()
         temporary = self.path.with_suffix(f".{threading.get_ident()}.tmp")

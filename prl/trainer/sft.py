@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from prl.config.schema import Optim, RunConfig
-from prl.distributed.mesh import Mesh, join
+from prl.distributed.mesh import Mesh, RankError, join
 from prl.kernels import registry
 from prl.models.base import Model
 from prl.monitor.metrics import Metrics
@@ -175,7 +175,10 @@ def fine_tune(
     launch = config.launch
     try:
         shape = shape_of(config, plan.start)
-        with join(run, rank, shape, start_s=launch.start_timeout_s, wait_s=launch.wait_timeout_s) as mesh:
+        with (
+            join(run, rank, shape, start_s=launch.start_timeout_s, wait_s=launch.wait_timeout_s) as mesh,
+            status.failing(but=RankError),
+        ):
             tuning = FineTuning(run, config, plan, mesh, metrics, status)
             with closing(tuning.saver):
                 return tuning.run(sources, stop, solve_rate)

@@ -9,7 +9,7 @@ import time
 import torch
 
 from prl.config.schema import RunConfig
-from prl.distributed.mesh import Mesh, join
+from prl.distributed.mesh import Mesh, RankError, join
 from prl.kernels import registry
 from prl.monitor.metrics import Metrics
 from prl.monitor.status import Status
@@ -37,6 +37,7 @@ def main(run: RunDir, config: RunConfig, index: int, stop: threading.Event) -> i
     try:
         with (
             join(run, index, shape, start_s=launch.start_timeout_s, wait_s=launch.wait_timeout_s) as mesh,
+            status.failing(but=RankError),
             Trainer(run, config, mesh, stop, metrics, status) as trainer,
         ):
             return trainer.run()

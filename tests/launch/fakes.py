@@ -69,6 +69,17 @@ def behave(name: str, what: str, run: RunDir) -> int:
             (run / "rendezvous" / "inference-0.json").unlink()
             time.sleep(0.2)  # the others notice, and end, before this one has
             os.kill(os.getpid(), signal.SIGKILL)
+        if what == "stopped" and after > 0.4:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if what == "fail-slowly" and after > 0.4:
+            status.set(failed=time.time())
+            time.sleep(1.5)  # the ranks that lose it end before this one has
+            print("the reason of the crash", file=sys.stderr)
+            return 1
+        if what == "lost-a-rank" and "failed" in (run.read_status("trainer-1") or {}):
+            status.set(failed=time.time())
+            print("Connection closed by peer", file=sys.stderr)
+            return 1
         if what == "killed" and after > 0.4:
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(0.05)

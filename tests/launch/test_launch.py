@@ -152,6 +152,21 @@ def test_the_first_cause_is_named_although_its_victims_end_first(start) -> None:
     assert "failed: stage rl: inference-0 was killed by SIGKILL" in s.errors
 
 
+def test_of_ranks_the_one_that_failed_first_is_named_although_it_ends_last(start, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    options = (str(CONFIG), f"run.dir={tmp_path}", "run.name=run", *SHORT, "trainer.ranks=2")
+    s = start(*options, trainer="lost-a-rank", trainer_1="fail-slowly")
+    assert s.end() == 1
+    assert "failed: stage rl: trainer-1 ended with exit code 1" in s.errors and "  the reason of the crash" in s.errors
+
+
+def test_a_stopped_rank_is_named_and_not_the_one_that_waits_for_it(start, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    options = (str(CONFIG), f"run.dir={tmp_path}", "run.name=run", *SHORT, "trainer.ranks=2", "launch.heartbeat_timeout_s=3")
+    s = start(*options, trainer="hang", trainer_1="stopped")
+    assert s.end() == 1
+    assert "failed: stage rl: trainer-1 hangs: a signal has stopped it" in s.errors
+    s.assert_nothing_left()
+
+
 def test_a_resume_says_what_it_goes_on_from_and_takes_nothing_older_in_silence(start) -> None:  # type: ignore[no-untyped-def]
     s = start(trainer="crash")
     assert s.end() == 1 and "RL goes on" not in s.errors

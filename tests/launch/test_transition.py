@@ -105,6 +105,7 @@ def test_a_stop_as_the_last_stage_ends_is_done_and_before_another_stage_saved() 
         ([Exited("inference-0", 0, 3.0)], "inference-0 ended with exit code 0 while it was needed"),
         ([Exited("guard", 0, 3.0)], "guard ended with exit code 0"),
         ([Beat("trainer", True, 40.0), Beat("inference-0", True, 40.0), Tick(52.5)], "orchestrator hangs"),
+        ([Tick(52.5, {"trainer": "stands still", "nobody": "x"})], "trainer stands still"),
         ([Exited("trainer", 0, 3.0), *(Beat(r, True, 500.0) for r in RL.roles), Tick(503.5)], "orchestrator did not end"),
         ([StopRequested(3.0), Exited("trainer", 1, 4.0)], "trainer ended with exit code 1"),
     ],

@@ -6,7 +6,7 @@ import multiprocessing
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +130,19 @@ def test_the_warm_start_learns_stops_at_the_solve_rate_and_the_control_goes_on(t
     assert sum(sum(r["time"].values()) for r in more) < 3
     assert (run / "control" / "model" / "tokenizer.json").is_file()
     assert roles.main(run, c, 0, threading.Event()) == 0 and len(steps(run)) == len(done), "done is done"
+
+
+class Gone(Held):
+    def __getitem__(self, i: int) -> Sequence[Sample]:
+        raise OSError("gone")
+
+
+def test_a_failure_is_on_record_with_its_time(tmp_path: Path) -> None:
+    """Before anything is cleaned up: the other ranks fail for it, and it is told from theirs by its time."""
+    c, run, before = sft_config(), run_dir(tmp_path), time.time()
+    with pytest.raises(OSError, match="gone"):
+        fine_tune(run, c, plan(c), 0, [Gone(examples(c))], threading.Event())
+    assert before < (run.read_status("sft") or {})["failed"] < time.time()
 
 
 class Unjudged(Next):
