@@ -85,17 +85,22 @@ class Sample:
             loss_stream=np.full(n, RL, np.uint8),
         )
 
+    def check_lengths(self) -> None:
+        """Raise ValueError naming the first field that is not as long as the tokens."""
+        for name in PER_TOKEN:
+            if (a := getattr(self, name)) is not None and len(a) != len(self):
+                raise ValueError(f"sample.{name}: length {len(a)}, expected {len(self)} as in tokens")
+
     def check(self, *, n_experts: int | None = None) -> Sample:
         """Raise ValueError naming the first field whose length, dtype or content breaks the record."""
         n = len(self.tokens)
+        self.check_lengths()
         for name, dtype in PER_TOKEN.items():
             a = getattr(self, name)
             if a is None:
                 if name not in OPTIONAL:
                     raise ValueError(f"sample.{name}: missing")
                 continue
-            if len(a) != n:
-                raise ValueError(f"sample.{name}: length {len(a)}, expected {n} as in tokens")
             if dtype is not None and (a.dtype != dtype or a.ndim != 1):
                 raise ValueError(f"sample.{name}: {a.dtype} of {a.ndim} dimensions, expected {dtype} [T]")
         if self.routes is not None:
@@ -173,9 +178,14 @@ def _optional_like(parts: Sequence[Sample], name: str) -> np.ndarray | None:
 
 
 def concatenate(parts: Sequence[Sample]) -> Sample:
-    """Join samples end to end, all fields together. A part without routes gets unrouted rows of zeros."""
+    """Join samples end to end, all fields together. A part without routes gets unrouted rows of zeros.
+
+    ValueError where a field is not as long as its sample: everything behind it would be misaligned.
+    """
     if not parts:
         raise ValueError("concatenate: no samples")
+    for part in parts:
+        part.check_lengths()
     out: dict[str, np.ndarray | None] = {}
     for name in PER_TOKEN:
         like = _optional_like(parts, name)
@@ -288,6 +298,8 @@ def pack(rollouts: Sequence[Rollout], *, step: int, budget: int, ranks: int, che
     every collective). The counts are the whole batch's.
     """
     documents = [(r, s) for r, rollout in enumerate(rollouts) for s in rollout.samples]
+    for _, s in documents:
+        s.check_lengths()
     trainable = [r.n_trainable for r in rollouts]
     counts = Counts(
         rollouts=sum(t > 0 for t in trainable),

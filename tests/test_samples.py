@@ -191,6 +191,17 @@ def documents(batches: list[Batch]) -> list[tuple[str, Sample, int, int]]:
     return found
 
 
+@pytest.mark.parametrize("field", ["advantages", "trainable", "loss_stream", "logprobs"])
+def test_a_field_of_another_length_is_named_before_it_misaligns_what_follows(field: str) -> None:
+    one, two = Sample.of_prompt([1, 2, 3]), Sample.of_prompt([4, 5])
+    setattr(one, field, getattr(one, field)[:-1])
+    setattr(two, field, np.append(getattr(two, field), getattr(two, field)[:1]))
+    with pytest.raises(ValueError, match=rf"sample\.{field}: length 2, expected 3 as in tokens"):
+        concatenate([one, two])
+    with pytest.raises(ValueError, match=rf"sample\.{field}: length"):
+        pack([Rollout("r", "e", "t", 0, 0, samples=[two])], step=1, budget=8, ranks=1)
+
+
 @quick
 @given(rollouts(), st.integers(1, 30), st.integers(1, 4))
 def test_pack_moves_every_document_once_and_counts_the_whole_batch(

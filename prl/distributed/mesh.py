@@ -150,6 +150,10 @@ class Mesh:
             dist.destroy_process_group()
 
 
+ALONE = Mesh(0, 1, torch.device("cpu"))
+"""One process, nothing set up."""
+
+
 def lay_out(shape: MeshShape, rank: int, device: torch.device) -> Mesh:
     """The mesh of an initialised process group, whose ranks must be as many; a collective."""
     ranks = torch.arange(shape.world)

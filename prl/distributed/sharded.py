@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -44,22 +46,32 @@ def across_experts(x: Tensor, mesh: DeviceMesh) -> DTensor:
     return DTensor(x.to_local(), spec, requires_grad=False)  # from_local would move what is on the host to the device
 
 
-@torch.no_grad()
-def copy_into(target: Tensor, index: tuple[int | slice, ...], source: Tensor) -> None:
-    """`target[index] = source`; of a sharded target each rank writes what it holds, without a collective."""
-    if not isinstance(target, DTensor):
-        target[index].copy_(source)
-        return
-    shape, offset = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
-    whole = (*index, *(slice(None) for _ in range(target.dim() - len(index))))
+Index = tuple[int | slice, ...]
+
+
+def part_of(x: Tensor, index: Index) -> tuple[Index, tuple[slice, ...]] | None:
+    """Of the block `x[index]` what this rank holds: its place in `local(x)` and its place in the block; None: nothing."""
+    whole = (*index, *(slice(None) for _ in range(x.dim() - len(index))))
+    if isinstance(x, DTensor):
+        shape, offset = compute_local_shape_and_global_offset(x.shape, x.device_mesh, x.placements)
+    else:
+        shape, offset = x.shape, (0,) * x.dim()
     here: list[int | slice] = []
     there: list[slice] = []
-    for i, size, n, first in zip(whole, target.shape, shape, offset, strict=True):
+    for i, size, n, first in zip(whole, x.shape, shape, offset, strict=True):
         start, stop = (i, i + 1) if isinstance(i, int) else i.indices(size)[:2]
         low, high = max(start, first), min(stop, first + n)
         if low >= high:
-            return
+            return None
         here.append(low - first if isinstance(i, int) else slice(low - first, high - first))
         if not isinstance(i, int):
             there.append(slice(low - start, high - start))
-    target.to_local()[tuple(here)].copy_(source[tuple(there)])
+    return tuple(here), tuple(there)
+
+
+@torch.no_grad()
+def copy_into(target: Tensor, index: Index, read: Callable[[tuple[slice, ...]], Tensor]) -> None:
+    """`target[index] = read(all of it)`; of a sharded target each rank reads and writes what it holds, without a collective."""
+    if (part := part_of(target, index)) is not None:
+        here, there = part
+        local(target)[here].copy_(read(there))

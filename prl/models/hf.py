@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,10 +21,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from prl.distributed.sharded import copy_into
+from prl.distributed.mesh import ALONE, Mesh
+from prl.distributed.sharded import copy_into, full, local, part_of
 from prl.models.base import Model
-from prl.models.convert import Assignment, Problem, Shape, WeightError, assign, keeps_float32, written
+from prl.models.convert import Assignment, Problem, Shape, View, WeightError, assign, keeps_float32, written
 from prl.models.registry import build, operations, shapes_of
 from prl.models.spec import ModelSpec, SpecError, read_spec
 
@@ -45,22 +47,48 @@ _FLOATS = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", tor
 _DTYPES = _FLOATS | {torch.float8_e4m3fn: _FLOAT8}
 
 
+MAPPED = 64 << 20
+"""Bytes of a file that are read before it is opened anew: what was read counts as this process's memory until then."""
+SHARD_BYTES = 5 << 30
+"""Size of the files that are written."""
+
+
 @dataclass(frozen=True)
 class Stored:
-    """One tensor that can be read: where it stands, its safetensors type name, its shape."""
+    """One tensor that can be read: where it stands, its safetensors type name, its shape, and how to read a block of it."""
 
     file: str
     dtype: str
     shape: Shape
-    read: Callable[[], Tensor]
+    read: Callable[[tuple[slice, ...]], Tensor]
+
+    def whole(self) -> Tensor:
+        return self.read(tuple(slice(0, n) for n in self.shape))
+
+
+class _Reader:
+    """Blocks of tensors from a folder's files, of which one is open at a time; what is returned lives until the next read."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.file = folder, ""
+        self._opened: Any = None
+        self._left = 0
+
+    def read(self, file: str, name: str, block: tuple[slice, ...]) -> Tensor:
+        if file != self.file or self._left < 0:
+            self._opened = None  # unmaps it, before the next is mapped
+            self._opened, self.file, self._left = _open(self.folder / file), file, MAPPED
+        tensor: Tensor = self._opened.get_slice(name)[block] if block else self._opened.get_tensor(name)
+        self._left -= tensor.nbytes
+        return tensor
 
 
 def load_hf(path: Path | str, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Model:
     """The model of a Hugging Face folder, its parameters in `dtype` (what must stay float32 does).
 
-    Streams: beside the model there is never more than one file tensor in memory. Float8 tensors with `…_scale_inv` are
-    dequantised block by block. Tensors left out (multi-token prediction layers, …) are logged by reason. Every header is
-    checked before any weight is read.
+    Streams: beside the model there is never more than `MAPPED` and one file tensor in memory. Float8 tensors with
+    `…_scale_inv` are dequantised block by block. Tensors left out (multi-token prediction layers, …) are logged by reason.
+    Every header is checked before any weight is read.
 
     Raises SpecError or UnsupportedArchitecture for config.json, WeightError for tensors that are missing, unexpected or of
     another shape, FileNotFoundError for a missing file.
@@ -72,21 +100,21 @@ def load_hf(path: Path | str, *, dtype: torch.dtype = torch.float32, device: tor
 
 
 def read_hf(folder: Path, spec: ModelSpec, state: Mapping[str, Tensor]) -> None:
-    """Read a folder's weights into a model's tensors as `load_hf` does; of sharded ones each rank keeps its part."""
-    with ExitStack() as stack:
-        stored = _open_folder(folder, stack)
-        plan = _assign(spec, {n: tuple(t.shape) for n, t in state.items()}, stored, str(folder))
-        for why, names in plan.left_out.items():
-            log.warning(
-                "%s: left out %d tensors (%s): %s%s", folder, len(names), why, names[0], ", …" if len(names) > 1 else ""
-            )
-        _copy(plan, stored, state, block_size(spec))
+    """Read a folder's weights into a model's tensors as `load_hf` does; of sharded ones each rank reads its part alone.
+
+    Only of a float8 tensor that ranks share does each read all.
+    """
+    stored = _open_folder(folder)
+    plan = _assign(spec, {n: tuple(t.shape) for n, t in state.items()}, stored, str(folder))
+    for why, names in plan.left_out.items():
+        log.warning("%s: left out %d tensors (%s): %s%s", folder, len(names), why, names[0], ", …" if len(names) > 1 else "")
+    _copy(plan, stored, state, block_size(spec))
 
 
 def from_hf(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The model's tensors from a mapping with Hugging Face names, each in the type of the tensors it is made of."""
     stored = {
-        name: Stored("mapping", _DTYPES.get(t.dtype, str(t.dtype)), tuple(t.shape), partial(tensors.__getitem__, name))
+        name: Stored("mapping", _DTYPES.get(t.dtype, str(t.dtype)), tuple(t.shape), t.__getitem__)
         for name, t in tensors.items()
     }
     shapes = shapes_of(spec)
@@ -111,53 +139,98 @@ def save_hf(
     tensors: Iterable[tuple[str, Tensor]],
     *,
     tokenizer_from: Path | None = None,
-    shard_bytes: int = 5 << 30,
+    shard_bytes: int = SHARD_BYTES,
+    mesh: Mesh = ALONE,
 ) -> Path:
     """Write a Hugging Face folder from the model's tensors, in their types; held are the tensor at hand and `shard_bytes`.
 
-    The folder appears whole, by one rename, and replaces one that is there; after a crash a `.tmp-…` folder may stay beside
-    it. Tokenizer files are copied from `tokenizer_from` (a folder or a tokenizer.json). Raises ValueError for tensors that
-    are not the model's, or not all of them.
+    With several ranks a collective: every rank gives the same names in the same order, parts of sharded tensors or whole ones,
+    and writes files of its own. A file tensor is written by a rank that holds it whole (experts), else gathered for the rank
+    that has written least. The folder appears whole, by one rename, and replaces one that is there; after a crash a `.tmp-…`
+    folder may stay beside it. Tokenizer files are copied from `tokenizer_from` (a folder or a tokenizer.json). Raises
+    ValueError for tensors that are not the model's, or not all of them; what fails on one rank fails on all.
     """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.tmp-{uuid.uuid4().hex}")
-    temporary.mkdir()
+    temporary = path.with_name(f"{path.name}.tmp-{mesh.gather_objects(uuid.uuid4().hex)[0]}")
     try:
-        dtypes = _write_shards(temporary, spec, tensors, shard_bytes)
-        _copy_tokenizer(tokenizer_from, temporary)
-        (temporary / "config.json").write_text(json.dumps(_config_of(spec, dtypes), indent=2) + "\n")
-        for file in temporary.iterdir():
-            _fsync(file)
-        _fsync(temporary)
-        replaced = path.with_name(f"{temporary.name}.old")
-        if path.exists():
-            path.rename(replaced)
-        temporary.rename(path)
-        _fsync(path.parent)
-        shutil.rmtree(replaced, ignore_errors=True)
+        with mesh.agree():
+            if mesh.main:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                temporary.mkdir()
+        shards = _Shards(temporary, mesh, shard_bytes)
+        dtypes = _write_shards(shards, spec, tensors)
+        with mesh.agree():
+            shards.close()
+        files = [file for rank in mesh.gather_objects(shards.written) for file in rank]
+        total = sum(mesh.gather_objects(shards.total))
+        with mesh.agree():
+            if mesh.main:
+                _number(temporary, files, total)
+                _copy_tokenizer(tokenizer_from, temporary)
+                (temporary / "config.json").write_text(json.dumps(_config_of(spec, dtypes), indent=2) + "\n")
+                _reveal(temporary, path)
     except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
+        if mesh.main:
+            shutil.rmtree(temporary, ignore_errors=True)
         raise
     return path
 
 
-def _write_shards(folder: Path, spec: ModelSpec, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int) -> set[torch.dtype]:
-    """The safetensors files and, for more than one, the index, last. The types written."""
-    ops = operations(spec)
+def _reveal(temporary: Path, path: Path) -> None:
+    """Make a finished folder durable and put it in place of what is there."""
+    for file in temporary.iterdir():
+        _fsync(file)
+    _fsync(temporary)
+    replaced = path.with_name(f"{temporary.name}.old")
+    if path.exists():
+        path.rename(replaced)
+    temporary.rename(path)
+    _fsync(path.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+class _Shards:
+    """The safetensors files that a rank writes, each once it is full. A failure is kept for `close`: others may wait for us."""
+
+    def __init__(self, folder: Path, mesh: Mesh, shard_bytes: int):
+        self.folder, self.mesh, self.shard_bytes = folder, mesh, shard_bytes
+        self.written: list[tuple[str, list[str]]] = []
+        """Name of each file and of the tensors in it."""
+        self.total = self.pending_bytes = 0
+        self.pending: dict[str, Tensor] = {}
+        self.error: Exception | None = None
+
+    def add(self, hf_name: str, tensor: Tensor) -> None:
+        if self.pending and self.pending_bytes + tensor.nbytes > self.shard_bytes:
+            self.flush()
+        # A copy, unless it is alone in its storage: a view would keep the whole of it in memory.
+        alone = tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
+        self.pending[hf_name] = tensor if alone else tensor.to("cpu", copy=True).contiguous()
+        self.pending_bytes += tensor.nbytes
+        self.total += tensor.nbytes
+
+    def flush(self) -> None:
+        file = f"shard-{self.mesh.rank}-{len(self.written)}"
+        try:
+            if self.pending and self.error is None:
+                save_file(self.pending, self.folder / file, metadata={"format": "pt"})
+                self.written.append((file, list(self.pending)))
+        except (OSError, SafetensorError) as e:
+            self.error = OSError(f"{self.folder / file}: cannot be written: {e}")
+        self.pending, self.pending_bytes = {}, 0
+
+    def close(self) -> None:
+        self.flush()
+        if self.error is not None:
+            raise self.error
+
+
+def _write_shards(shards: _Shards, spec: ModelSpec, tensors: Iterable[tuple[str, Tensor]]) -> set[torch.dtype]:
+    """Give every file tensor to one rank's files. The types written."""
+    ops, mesh = operations(spec), shards.mesh
     left = shapes_of(spec)
-    shards: list[list[str]] = []
-    pending: dict[str, Tensor] = {}
     dtypes: set[torch.dtype] = set()
-    size = total = 0
-
-    def flush() -> None:
-        nonlocal pending, size
-        if pending:
-            save_file(pending, folder / f"shard-{len(shards)}", metadata={"format": "pt"})
-            shards.append(list(pending))
-        pending, size = {}, 0
-
+    load = [0] * mesh.world
     for name, tensor in tensors:
         shape = left.pop(name, None)
         if shape != tuple(tensor.shape):
@@ -168,25 +241,48 @@ def _write_shards(folder: Path, spec: ModelSpec, tensors: Iterable[tuple[str, Te
             tensor = tensor.to(torch.promote_types(torch.float32, tensor.dtype))
         else:
             dtypes.add(tensor.dtype)
-        for hf_name, part in to_hf(spec, [(name, tensor)]):
-            if size and size + part.nbytes > shard_bytes:
-                flush()
-            pending[hf_name] = part.to("cpu").contiguous()
-            size += part.nbytes
-            total += part.nbytes
+        views = written(ops, name, shape)
+        for view, owner in zip(views, _owners(tensor, views, mesh), strict=True):
+            gathered = owner is None
+            block = full(tensor[view.index] if view.index else tensor) if gathered else None
+            writer = load.index(min(load)) if owner is None else owner
+            load[writer] += math.prod(view.shape) * tensor.itemsize
+            if writer != mesh.rank:
+                continue
+            if block is None:
+                part = part_of(tensor, view.index)
+                assert part is not None
+                block = local(tensor)[part[0]]
+            shards.add(view.hf_name, block)
     if left:
         raise ValueError(f"{spec.architecture}: {len(left)} tensors were not given: {', '.join(sorted(left)[:5])}, …")
-    flush()
-    if len(shards) == 1:
-        (folder / "shard-0").rename(folder / SINGLE)
-        return dtypes
-    weight_map = {}
-    for i, names in enumerate(shards):
-        file = f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
-        (folder / f"shard-{i}").rename(folder / file)
-        weight_map.update(dict.fromkeys(names, file))
-    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n")
     return dtypes
+
+
+def _owners(tensor: Tensor, views: Sequence[View], mesh: Mesh) -> list[int | None]:
+    """For each view the lowest rank that holds it whole, None where none does or every rank does."""
+    if not isinstance(tensor, DTensor):
+        return [None] * len(views)
+
+    def whole(view: View) -> bool:
+        part = part_of(tensor, view.index)
+        return part is not None and [s.stop - s.start for s in part[1]] == list(view.shape)
+
+    holders = torch.tensor([whole(view) * (mesh.world - mesh.rank) for view in views], device=mesh.device)
+    return [mesh.world - n if n else None for n in mesh.max(holders).tolist()]
+
+
+def _number(folder: Path, files: Sequence[tuple[str, list[str]]], total: int) -> None:
+    """Give the files their final names and, where there are several, an index."""
+    if len(files) == 1:
+        (folder / files[0][0]).rename(folder / SINGLE)
+        return
+    weight_map = {}
+    for i, (shard, tensors) in enumerate(files):
+        name = f"model-{i + 1:05}-of-{len(files):05}.safetensors"
+        (folder / shard).rename(folder / name)
+        weight_map.update(dict.fromkeys(tensors, name))
+    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n")
 
 
 def _config_of(spec: ModelSpec, dtypes: set[torch.dtype]) -> dict[str, Any]:
@@ -219,19 +315,24 @@ def _fsync(path: Path) -> None:
         os.close(fd)
 
 
-def _open_folder(folder: Path, stack: ExitStack) -> dict[str, Stored]:
-    """Every tensor of the folder's safetensors files, from their headers; the files stay open as long as `stack`."""
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, FileNotFoundError) as e:
+        raise FileNotFoundError(f"{path}: not a readable safetensors file: {e}") from None
+
+
+def _open_folder(folder: Path) -> dict[str, Stored]:
+    """Every tensor of the folder's safetensors files, from their headers."""
     stored: dict[str, Stored] = {}
     files, weight_map = _files_of(folder)
+    reader = _Reader(folder)
     for file in files:
-        try:
-            opened = stack.enter_context(safe_open(folder / file, framework="pt"))
-        except (SafetensorError, FileNotFoundError) as e:
-            raise FileNotFoundError(f"{folder / file}: not a readable safetensors file: {e}") from None
+        opened = _open(folder / file)
         for name in opened.keys():  # noqa: SIM118 (not a mapping)
             header = opened.get_slice(name)
             if weight_map.get(name, file) == file:
-                read = partial(opened.get_tensor, name)
+                read = partial(reader.read, file, name)
                 stored[name] = Stored(file, header.get_dtype(), tuple(header.get_shape()), read)
     return stored
 
@@ -285,11 +386,15 @@ def _assign(spec: ModelSpec, shapes: Mapping[str, Shape], stored: Mapping[str, S
 
 @torch.no_grad()
 def _copy(plan: Assignment, stored: Mapping[str, Stored], state: Mapping[str, Tensor], block: tuple[int, int]) -> None:
-    for hf_name, view in plan.views.items():
-        tensor = stored[hf_name].read()
-        if stored[hf_name].dtype == _FLOAT8:
-            tensor = dequantise(tensor, stored[hf_name + SCALE].read(), block)
-        copy_into(state[view.name], view.index, tensor)
+    for hf_name, view in sorted(plan.views.items(), key=lambda item: stored[item[0]].file):
+        tensor, scale = stored[hf_name], stored.get(hf_name + SCALE)
+
+        def dequantised(part: tuple[slice, ...], tensor: Stored = tensor, scale: Stored | None = scale) -> Tensor:
+            assert scale is not None
+            weight = tensor.whole().clone()  # the scale's read may unmap it
+            return dequantise(weight, scale.whole(), block)[part]
+
+        copy_into(state[view.name], view.index, dequantised if tensor.dtype == _FLOAT8 else tensor.read)
 
 
 def dequantise(weight: Tensor, scale: Tensor, block: tuple[int, int] = (128, 128)) -> Tensor:

@@ -56,7 +56,7 @@ def draw(adapted: Iterable[str], weights: Mapping[str, Tensor], seed: int) -> No
     """First values: A normal with variance 1 / K, from the seed and its name alone, and B zero, so nothing is added yet."""
     for name in adapted:
         a = weights[name + A]
-        copy_into(a, (), drawn(a.shape, a.shape[-1] ** -0.5, seed, name + A))
+        copy_into(a, (), drawn(a.shape, a.shape[-1] ** -0.5, seed, name + A).__getitem__)
         weights[name + B].zero_()
 
 

@@ -56,7 +56,7 @@ def draw(spec: ModelSpec, state: Mapping[str, Tensor], seed: int) -> None:
         elif tensor.dim() == 1:
             tensor.fill_(1.0)
         else:
-            copy_into(tensor, (), drawn(tensor.shape, std, seed, name))
+            copy_into(tensor, (), drawn(tensor.shape, std, seed, name).__getitem__)
 
 
 def drawn(shape: Sequence[int], std: float, seed: int, name: str) -> Tensor:

@@ -142,16 +142,21 @@ class TrainState:
         """The model's own tensors, under FSDP as parts of whole ones: writing to them writes the model."""
         return {n: whole(self.model, self.mesh, n, t.detach()) for n, t in self.model.state_dict().items()}
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and whole tensor of the weights as the forward sees them, adapters merged; a collective, so every rank goes
-        through it."""
+    def parts(self) -> Iterator[tuple[str, Tensor]]:
+        """Name and tensor of the weights as the forward sees them, under FSDP this rank's parts; those that adapters are merged
+        into are whole. A collective, so every rank goes through it."""
         weights = self.weights()
         for name, dtype in self.published.items():
             if name in self.adapted:
                 w, a, b = (full(weights[n]).to(self.dtypes[name]) for n in (name, name + lora.A, name + lora.B))
                 yield name, lora.merged(w, a, b, self.adapted[name]).to(dtype)
             else:
-                yield name, full(weights[name]).to(dtype)
+                yield name, weights[name].to(dtype)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """As `parts`, but all of them whole; a collective."""
+        for name, t in self.parts():
+            yield name, full(t)
 
     def join_gathering(self) -> None:
         """What the other ranks do while rank 0 goes through `tensors`."""

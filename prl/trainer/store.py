@@ -182,10 +182,8 @@ class Saver:
 
 def write_model(run: RunDir, config: RunConfig, state: TrainState, folder: Path) -> None:
     """The weights as a Hugging Face folder with the run's tokenizer, whole or not at all; a collective."""
-    if not state.mesh.main:
-        state.join_gathering()
-        return
     tokenizer = run / "tokenizer"
-    if not tokenizer.exists():
-        of_run(config).save(tokenizer)
-    save_hf(folder, state.spec, state.tensors(), tokenizer_from=tokenizer)
+    with state.mesh.agree():
+        if state.mesh.main and not tokenizer.exists():
+            of_run(config).save(tokenizer)
+    save_hf(folder, state.spec, state.parts(), tokenizer_from=tokenizer, mesh=state.mesh)

@@ -156,9 +156,17 @@ class Trainer:
             if self.stop.is_set():
                 return None
             with self.status.waiting(f"batch {step} from the orchestrator"):
-                return self.client.get(step, self.config.launch.wait_timeout_s, on_wait=self._on_wait)
+                got = self.client.get(step, self.config.launch.wait_timeout_s, on_wait=self._on_wait)
         except _Stopped:
             return None
+        if not isinstance(got, Finish):
+            longest, most = max(int(mb.lengths.max()) for mb in got[0].micro_batches), self.config.trainer.pack_tokens
+            if longest > most:
+                raise BatchError(
+                    f"step {step}: a sequence of {longest} tokens, trainer.pack_tokens is {most}: raise it, or have "
+                    "sampling.max_length cut sequences earlier"
+                )
+        return got
 
     def _record(self, batch: Batch, report: StepReport, trained: int, seconds: dict[str, float]) -> None:
         """Ledger, then acknowledgement, then metrics. `trained` is the version that the step started from."""

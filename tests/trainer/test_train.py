@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -20,6 +21,7 @@ import orjson
 import pytest
 import torch
 
+from prl.config.load import dump
 from prl.config.schema import RunConfig
 from prl.models.hf import load_hf
 from prl.samples import Rollout, pack
@@ -245,6 +247,30 @@ async def test_a_stop_before_there_is_an_orchestrator_ends_at_once(tmp_path: Pat
         await asyncio.sleep(0.02)
     stop.set()
     assert await asyncio.wait_for(task, 5) == 75
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
+async def test_a_signal_saves_at_the_next_safe_point_and_ends_with_75(tmp_path: Path, number: int) -> None:
+    run, tree = run_dir(tmp_path), config().model_dump()
+    tree["envs"], tree["sampling"] = [{"name": "next", "kind": "tests.trainer.envs:Next"}], {"max_length": 64, "max_tokens": 32}
+    tree["inference"]["dtype"], tree["checkpoint"]["every"] = "float64", 100
+    c = RunConfig.model_validate(tree)
+    run.config_path.write_text(dump(c))
+    process = subprocess.Popen([sys.executable, "-m", "prl.launch.role", "trainer", "--run", str(run.root)])
+    await orchestrate(run, c, range(1, 3), code=None, on_trained=lambda t: process.send_signal(number) if t.step == 2 else None)
+    assert process.wait(60) == 75
+    latest = checkpoint.latest_complete(run)
+    assert latest is not None and checkpoint.verify(latest).step == 2 and checkpoint.orchestrator_state(latest) == b"state 2"
+    assert not list((run / "checkpoints").glob("*.tmp"))
+
+
+async def test_a_sequence_over_the_budget_is_named(tmp_path: Path) -> None:
+    run, c = run_dir(tmp_path), config(pack_tokens=9)
+    task = start(run, c)
+    orchestrator = asyncio.create_task(orchestrate(run, c, range(1, 2)))
+    assert await asyncio.wait_for(task, 60) == 1
+    orchestrator.cancel()
+    assert re.search(r"a sequence of 1\d tokens, trainer.pack_tokens is 9: raise it", records(run, "event")[-1]["error"])
 
 
 async def test_a_missing_orchestrator_is_named(tmp_path: Path) -> None:
