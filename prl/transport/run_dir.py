@@ -105,8 +105,12 @@ class RunDir:
         """Write a JSON file whole."""
         path = self.root / name
         temporary = path.with_suffix(".tmp")
-        temporary.write_bytes(orjson.dumps(value))
-        temporary.replace(path)
+        try:
+            temporary.write_bytes(orjson.dumps(value))
+            temporary.replace(path)
+        except OSError:  # a full disk: no empty file is left behind
+            temporary.unlink(missing_ok=True)
+            raise
 
     def announce(self, role: str, **address: Any) -> None:
         """Tell the other roles where this one listens: rendezvous/<role>.json, written whole."""

@@ -1,6 +1,7 @@
 """The run's folder: private, a secret that is kept, addresses and stage times."""
 
 import os
+import resource
 import threading
 import time
 from pathlib import Path
@@ -62,3 +63,16 @@ def test_stage_times_add_up(tmp_path: Path) -> None:
     run.record_stage("rl", 3.0, done=True)
     run.record_stage("control", 1.0, done=False)
     assert RunDir(tmp_path).stages() == {"rl": {"wall_s": 5.0, "done": True}, "control": {"wall_s": 1.0, "done": False}}
+
+
+def test_on_a_full_disk_the_times_of_the_stages_stay_and_nothing_is_left(tmp_path: Path) -> None:
+    run = RunDir(tmp_path).create()
+    run.record_stage("sft", 5.0, done=True)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))  # python ignores SIGXFSZ: a write fails, as on a full disk
+        with pytest.raises(OSError, match="File too large"):
+            run.record_stage("rl", 1.0, done=False)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert run.stages() == {"sft": {"wall_s": 5.0, "done": True}} and not list(tmp_path.rglob("*.tmp"))
