@@ -200,6 +200,8 @@ class FineTuning:
         self.stepper = Stepper(self.state, config.trainer, plan.steps or 0, beat=status.beat)
         self.guard = Guard(self.own / "nonfinite", config.trainer.max_nonfinite)
         self.saver = Saver(self.own, config, mesh, metrics, status)
+        self.saved = self.state.step
+        """The newest step whose checkpoint is complete or being written."""
 
     def run(self, sources: Sequence[Examples], stop: threading.Event, solve_rate: Measure | None) -> int:
         plan, state, mesh, every = self.plan, self.state, self.mesh, self.config.checkpoint.every
@@ -207,9 +209,9 @@ class FineTuning:
         deadline = None if plan.seconds is None else time.monotonic() + plan.seconds
         while not self._over(deadline):
             if mesh.any(stop.is_set()):
-                if plan.steps is not None:
-                    self.saver.start(state)
-                    self.saver.wait()
+                if plan.steps is not None and state.step > self.saved:
+                    self._save()
+                self.saver.wait()
                 self.status.set(phase="saved")
                 return SAVED
             step = state.step + 1
@@ -230,7 +232,7 @@ class FineTuning:
                 self._validate(step)
             self.saver.poll()
             if plan.steps is not None and step % every == 0:
-                self.saver.start(state)
+                self._save()
         self.saver.wait()
         self.status.set(phase="writing the model")
         write_model(self.run_dir, self.config, state, self.own / "model")
@@ -239,6 +241,10 @@ class FineTuning:
             shutil.rmtree(self.own / "checkpoints")
         self.status.set(phase="done")
         return DONE
+
+    def _save(self) -> None:
+        self.saver.start(self.state)
+        self.saved = self.state.step
 
     def _batch(self, rollouts: Sequence[Rollout], step: int) -> Batch:
         """This rank's part."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.nn.utils.stateless import _reparametrize_module
 
+from prl.config.named import SetupError
 from prl.config.schema import Optim, RunConfig
 from prl.distributed.mesh import Mesh
 from prl.distributed.sharded import full
@@ -75,9 +76,12 @@ class TrainState:
         fp8 = {n: m for n, m in model.named_modules() if isinstance(m, Experts) and m.precision == "fp8"}
         masters = {f"{n}.{p}": master_dtype(config) for n, m in fp8.items() for p, _ in m.named_parameters()}
         self.dtypes = self.published | masters  # FP8 is quantised from the masters themselves
-        frozen = [re.compile(p) for p in config.model.frozen]
         for name, p in model.named_parameters():
-            p.requires_grad_(not any(f.fullmatch(name) for f in frozen))
+            p.requires_grad_(not any(re.fullmatch(pattern, name) for pattern in config.model.frozen))
+        if not any(p.requires_grad for p in model.parameters()):
+            raise SetupError(
+                f"model.frozen: {', '.join(config.model.frozen)} freezes every parameter; nothing is left to train"
+            )
         split_experts(model, mesh, config.trainer.mesh)
         share_rows(model, mesh)
         self.adapted = lora.adapt(model, config.trainer.lora) if config.trainer.lora else {}

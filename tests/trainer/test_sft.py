@@ -189,6 +189,22 @@ def test_interrupted_it_goes_on_bit_for_bit(tmp_path: Path, end: str) -> None:
     assert all(torch.equal(a[n], b[n]) for n in a)
 
 
+def test_a_stop_right_after_a_checkpoint_does_not_write_it_again(tmp_path: Path) -> None:
+    """Written again, it would take the place of the one that is complete."""
+    c, run = sft_config(), run_dir(tmp_path)
+    for stop in (StopAfter(2), StopAfter(0)):  # the second life has done nothing yet
+        assert fine_tune(run, c, plan(c), 0, [Held(examples(c))], stop) == 75
+    events = [r for r in map(orjson.loads, (run / "metrics.jsonl").read_bytes().splitlines()) if r["kind"] == "event"]
+    assert [e["step"] for e in events if e["name"] == "checkpoint"] == [2]
+
+
+def test_with_everything_frozen_there_is_nothing_to_train() -> None:
+    c = sft_config()
+    frozen = c.model_copy(update={"model": c.model.model_copy(update={"frozen": [r"model\..*", "lm_head.*"]})})
+    with pytest.raises(SetupError, match=r"model\.frozen: .*lm_head\.\* freezes every parameter; nothing is left to train"):
+        state_of(frozen)
+
+
 def test_the_solve_rate_sees_wrong_answers_and_errors() -> None:
     c = sft_config()
     env = Next(c.envs[0], seed=0)
