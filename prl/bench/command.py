@@ -165,6 +165,18 @@ def context(
 
 
 @app.command()
+def trainer(
+    run: Run = None,
+    turns: Annotated[int, typer.Option(min=3, help="Steps of each side that are compared.")] = 12,
+    json: Json = None,
+) -> None:
+    """Tokens per second of a training step beside transformers under FSDP2, on 1 and 2 ranks; MFU, parts of a step, memory."""
+    from prl.bench.trainer import measure
+
+    _give(lambda: measure(*_of(run, "bench/trainer.yaml"), turns=turns), json)
+
+
+@app.command()
 def seeds(
     run: Run = None,
     seed: Annotated[list[int] | None, typer.Option(help="Give it as often as you like; default 0, 1 and 2.")] = None,

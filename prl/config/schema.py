@@ -195,6 +195,8 @@ class Trainer(Section):
     """The parts of each block that `selective` means. `attn_proj`: the projections before attention, QK-norm and rotation."""
     offload_activations: NonNegativeInt = 0
     """What backward needs waits in host memory; so many blocks at most are on their way. 0: it stays on the device."""
+    compile: bool = False
+    """torch.compile each block."""
     keep_gathered: list[str] = []
     """Regular expressions over names of sharded modules (`model.layers.0`, `….mlp.experts`, `rest`; fullmatch) whose weights
     stay whole on every rank from forward to backward: fewer gathers, more memory."""

@@ -91,4 +91,8 @@ class Attention(AttentionLayer):
 
     def forward(self, x_TD: Tensor, inputs: LayerInput) -> tuple[Tensor, Selection | None]:
         q_THC, k_TGC, v_TGC = self.project(x_TD, inputs.rotate)
-        return self.o_proj(self.core(self.layer, q_THC, k_TGC, v_TGC, inputs.layout).flatten(1)), inputs.selection
+        return self.o_proj(self.attend(q_THC, k_TGC, v_TGC, inputs.layout)), inputs.selection
+
+    def attend(self, q_THC: Tensor, k_TGC: Tensor, v_TGC: Tensor, layout: Layout) -> Tensor:
+        """Values of all heads [T, H · C]."""
+        return self.core(self.layer, q_THC, k_TGC, v_TGC, layout).flatten(1)

@@ -18,7 +18,8 @@ from prl.layers.norm import RMSNorm
 from prl.layers.router import Replay
 
 
-class Selection(NamedTuple):
+@dataclass(slots=True, frozen=True)
+class Selection:
     """The keys that a DSA layer kept."""
 
     kept: tuple[Tensor, ...]

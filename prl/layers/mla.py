@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from prl.kernels.latent_attention import latent_attention, sparse_latent_attention
 from prl.layers.block import AttentionLayer, LayerInput, Selection
 from prl.layers.dsa import Indexer
+from prl.layers.layout import Layout
 from prl.layers.norm import RMSNorm
 
 
@@ -71,14 +72,17 @@ class MLA(AttentionLayer):
         up_HNC, up_HVC = self.kv_b_proj.weight.unflatten(0, (self.n_heads, -1)).split(
             (self.nope_width, self.value_width), dim=1
         )
-        q_THX = self.expand(q_TL, up_HNC, inputs.rotate)
+        y_TE = self.attend(self.expand(q_TL, up_HNC, inputs.rotate), key_TX, up_HVC, selection, inputs.layout)
+        return self.o_proj(y_TE), selection
 
+    def attend(self, q_THX: Tensor, key_TX: Tensor, up_HVC: Tensor, selection: Selection, layout: Layout) -> Tensor:
+        """Values of all heads [T, H · V]."""
         scale = (self.nope_width + self.rope_width) ** -0.5
-        layout, parts = inputs.layout, []
+        parts = []
         rows_GX = layout.keys(self.layer, "kv", key_TX)
         for bucket, q_BQHX, kept in zip(layout.buckets, layout.split(q_THX), selection.kept, strict=True):
             attend = latent_attention if kept.dtype == torch.bool else sparse_latent_attention
             out_BQHC = attend(q_BQHX, bucket.keys(rows_GX), kept, self.kv_latent, scale)
             out_HPV = torch.bmm(out_BQHC.flatten(0, 1).transpose(0, 1), up_HVC.transpose(1, 2))
             parts.append(out_HPV.transpose(0, 1).reshape(*q_BQHX.shape[:2], -1))
-        return self.o_proj(layout.merge(parts)), selection
+        return layout.merge(parts)

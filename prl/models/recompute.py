@@ -41,7 +41,7 @@ def recompute(model: Model, kind: Literal["none", "full", "selective"], targets:
     elif kind == "selective":
         methods = {cls: name for target in targets for cls, name in TARGETS[target].items()}
         for module in model.layers.modules():
-            if (name := methods.get(type(module))) is not None:
+            for name in (name for cls, name in methods.items() if isinstance(module, cls)):
                 setattr(module, name, functools.partial(_again, getattr(module, name)))
 
 

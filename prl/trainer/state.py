@@ -23,6 +23,7 @@ from prl.kernels.weights import gather_as_fp8, weights_changed
 from prl.layers.moe import Experts, set_precision
 from prl.models import lora
 from prl.models.base import ForwardInput, ForwardOutput, Model
+from prl.models.compile import compile_blocks
 from prl.models.hf import read_hf
 from prl.models.offload import Offload
 from prl.models.parallelize import parallelize, share_rows, split_experts, whole
@@ -87,6 +88,8 @@ class TrainState:
         self.adapted = lora.adapt(model, config.trainer.lora) if config.trainer.lora else {}
         """Name → scale of the weights that have adapters."""
         self.dtypes |= {name + x: self.dtypes[name] for name in self.adapted for x in (lora.A, lora.B)}
+        if config.trainer.compile:
+            compile_blocks(model)
         recompute(model, config.trainer.recompute, config.trainer.recompute_targets)
         self.activations = Offload(mesh.device, n) if (n := config.trainer.offload_activations) else None
         if self.activations is not None:

@@ -27,6 +27,7 @@ from prl.distributed.mesh import Mesh
 from prl.kernels.indexer import selection_flips
 from prl.layers.layout import PackedLayout
 from prl.layers.router import update_correction_bias
+from prl.models import compile
 from prl.models.base import ForwardInput, ForwardOutput
 from prl.samples import CE, Batch, Counts, MicroBatch, pad, shift_left
 from prl.trainer import losses, optim
@@ -337,10 +338,19 @@ def selection_counts(recorded_TAS: Tensor | None, own_TAS: Tensor | None) -> dic
 
 
 class Stepper:
-    """Runs optimizer steps on a state. `total` steps shape the schedule; `beat` is called after every micro-batch."""
+    """Runs optimizer steps on a state. `total` steps shape the schedule; `beat` is called after every micro-batch, `lap` at the
+    end of each part of a step, with its name."""
 
-    def __init__(self, state: TrainState, config: TrainerConfig, total: int, *, beat: Callable[[], None] = lambda: None):
-        self.state, self.config, self.total, self.beat = state, config, total, beat
+    def __init__(
+        self,
+        state: TrainState,
+        config: TrainerConfig,
+        total: int,
+        *,
+        beat: Callable[[], None] = lambda: None,
+        lap: Callable[[str], None] = lambda part: None,
+    ):
+        self.state, self.config, self.total, self.beat, self.lap = state, config, total, beat, lap
         self.function = losses.resolve(config.loss.kind)
 
     def __call__(self, batch: Batch) -> StepReport:
@@ -352,14 +362,20 @@ class Stepper:
         with state.computing() as policy:
             for mb in batch.micro_batches:
                 x = inputs(mb, mesh.device, context=mesh.context, **replay)
+                self.lap("data")
                 logprobs_N, entropy_N, out = forward(policy, x)
+                self.lap("forward")
                 loss, loss_metrics = loss_share(x, logprobs_N, entropy_N, batch.counts, config.loss, self.function)
+                self.lap("own")
                 loss.backward()
+                self.lap("backward")
                 seen.add(mb, x, loss, logprobs_N, entropy_N, out.selections_TAS)
                 seen.add_counts(out.expert_counts_LE)
                 seen.add_loss_metrics(loss_metrics)
                 self.beat()
+                self.lap("own")
         sums = seen.reduce(mesh)
+        self.lap("sums")
         t1 = time.perf_counter()
         grads = [p.grad for p in state.params.values() if p.grad is not None]
         norm = optim.global_norm(grads, mesh)
@@ -375,6 +391,7 @@ class Stepper:
                     update_correction_bias(bias_E, counts_E, config.bias_update)
         state.optimizer.zero_grad(set_to_none=True)
         state.step = batch.step
+        self.lap("optimizer")
         t2 = time.perf_counter()
         metrics = {
             "loss": sums["loss"],
@@ -386,6 +403,9 @@ class Stepper:
             "rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
             **seen.metrics(sums),
         }
+        if config.compile:
+            metrics["compile"] = compile.counts()
+        self.lap("own")
         return StepReport(sums["loss"], norm, skipped, metrics)
 
     @torch.no_grad()
