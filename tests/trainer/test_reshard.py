@@ -117,10 +117,11 @@ def test_a_checkpoint_goes_on_on_another_mesh(training: str, ranks: Ranks, tmp_p
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("training", TRAININGS)
 def test_a_checkpoint_of_any_mesh_goes_on_on_any_other(training: str, ranks: Ranks, tmp_path: Path) -> None:
-    told = {n: ranks.run(m["ranks"], hop, training, n, str(tmp_path), [], True) for n, m in MESHES.items()}
+    told = {n: ranks.run(m["ranks"], hop, training, n, str(tmp_path), [], True, timeout_s=300) for n, m in MESHES.items()}
     for name, mesh in MESHES.items():
-        more = ranks.run(mesh["ranks"], hop, training, name, str(tmp_path), list(MESHES), False)
+        more = ranks.run(mesh["ranks"], hop, training, name, str(tmp_path), list(MESHES), False, timeout_s=300)
         told[name] = [mine | other for mine, other in zip(told[name], more, strict=True)]
     check(training, told)
