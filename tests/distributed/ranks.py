@@ -23,6 +23,7 @@ PRELOAD = ["torch.distributed", "prl.trainer.step", "tests.trainer.helpers"]
 def _serve(connection: Connection) -> None:
     import torch
     import torch.distributed as dist
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     torch.set_num_threads(1)
     while (job := connection.recv()) is not None:
@@ -37,6 +38,7 @@ def _serve(connection: Connection) -> None:
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
+            _clear_sharding_prop_cache()  # it holds meshes, which equal later ones of the same shape but not their groups
         connection.send(answer)
 
 
