@@ -28,6 +28,8 @@ KINDS: dict[str, dict[str, Any]] = {
     **{t: {"recompute": "selective", "recompute_targets": [t]} for t in TARGETS},
 }
 
+ADAPTED = {"rank": 3, "alpha": 6.0, "targets": [r"model\.layers\..*"]}
+
 
 def glm_5(dtype: str, **trainer: Any) -> Stepper:
     c = Case(dtype=dtype, trainer=trainer).config()
@@ -48,6 +50,12 @@ def trained(stepper: Stepper, replay: bool) -> tuple[dict[str, bytes], list[Any]
         report = stepper(pack(rs, step=step, budget=48, ranks=1)[0])
         said.append({k: v for k, v in report.metrics.items() if k not in ("time", "tokens_per_s", "rss_mb")})
     return bits(stepper.state), said
+
+
+def test_adapters_train_the_same_bits_too() -> None:
+    expected = trained(glm_45("bfloat16", lora=ADAPTED), True)
+    for kind in ("full", "all parts"):
+        assert trained(glm_45("bfloat16", lora=ADAPTED, **KINDS[kind]), True) == expected, kind
 
 
 @pytest.mark.parametrize("make", [glm_5, glm_45])
