@@ -34,6 +34,10 @@ class Run(Section):
     """Synchronous lock-step mode: every batch follows from the seed alone, bit for bit."""
 
 
+INDEXER = r".*\.indexer\..*"
+"""Frozen by default, in models that have one: it learns nothing from the policy's loss."""
+
+
 class Model(Section):
     path: Path | None = None
     """Hugging Face folder (config.json, safetensors, tokenizer.json) to start from."""
@@ -41,7 +45,7 @@ class Model(Section):
     """A config.json written inline; weights are then drawn from the seed."""
     dtype: DType = "float32"
     """Type of the trainer's forward and backward; masters and optimizer are at least float32."""
-    frozen: list[str] = [r".*\.indexer\..*"]
+    frozen: list[str] = [INDEXER]
     """Regular expressions over full parameter names (fullmatch) that get no gradient."""
 
 

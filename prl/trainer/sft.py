@@ -8,7 +8,7 @@ import shutil
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from prl.config.named import SetupError
 from prl.config.schema import Optim, RunConfig
 from prl.distributed.mesh import Mesh, RankError, join
 from prl.kernels import registry
@@ -143,6 +144,10 @@ class Mixture:
         return np.random.default_rng([self.seed, block, 0x5F7]).choice(len(self.sizes), self.BLOCK, p=self.shares)
 
 
+def _told(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{reason} {n}" for reason, n in sorted(counts.items()))
+
+
 def rollouts_of(sources: Sequence[Examples], chosen: Sequence[tuple[int, int]]) -> list[Rollout]:
     """The chosen (source, example) as rollouts; the rollout's id is its place, so that one drawn twice counts twice."""
     return [
@@ -207,6 +212,7 @@ class FineTuning:
         plan, state, mesh, every = self.plan, self.state, self.mesh, self.config.checkpoint.every
         mixture = Mixture(plan.seed, [len(s) for s in sources], plan.weights or [1.0] * len(sources))
         deadline = None if plan.seconds is None else time.monotonic() + plan.seconds
+        idle = 0
         while not self._over(deadline):
             if mesh.any(stop.is_set()):
                 if plan.steps is not None and state.step > self.saved:
@@ -216,6 +222,10 @@ class FineTuning:
                 return SAVED
             step = state.step + 1
             batch = self._batch(rollouts_of(sources, mixture.batch(step, plan.batch_size)), step)
+            idle = 0 if batch.counts.ce_tokens else idle + plan.batch_size
+            if idle >= sum(len(s) for s in sources):
+                why = _told(sum((s.counts for s in sources), Counter[str]()))
+                raise SetupError(f"sft: of the last {idle} examples none is left to train on ({why}); see sft.max_length")
             self.status.set(phase="training", step=step)
             report = self.stepper(batch)
             if mesh.main:

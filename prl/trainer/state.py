@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.nn.utils.stateless import _reparametrize_module
 
 from prl.config.named import SetupError
-from prl.config.schema import Optim, RunConfig
+from prl.config.schema import INDEXER, Optim, RunConfig
 from prl.distributed.mesh import Mesh
 from prl.distributed.sharded import full
 from prl.kernels import lm_head
@@ -79,6 +79,9 @@ class TrainState:
         self.dtypes = self.published | masters  # FP8 is quantised from the masters themselves
         for name, p in model.named_parameters():
             p.requires_grad_(not any(re.fullmatch(pattern, name) for pattern in config.model.frozen))
+        for pattern in config.model.frozen:
+            if pattern != INDEXER and not any(re.fullmatch(pattern, name) for name, _ in model.named_parameters()):
+                raise SetupError(f"model.frozen: {pattern!r} matches no parameter, such as model.layers.0.mlp.gate_proj.weight")
         if not any(p.requires_grad for p in model.parameters()):
             raise SetupError(
                 f"model.frozen: {', '.join(config.model.frozen)} freezes every parameter; nothing is left to train"

@@ -11,6 +11,7 @@ from typing import Any
 import orjson
 import pytest
 
+from prl.config.named import SetupError
 from prl.config.schema import RunConfig
 from prl.orchestrator import sft as roles
 from prl.samples import Sample
@@ -194,3 +195,12 @@ def test_it_learns_from_files_validates_and_resumes_its_data(tmp_path: Path) -> 
     assert roles.main(halved, c, 0, Stop()) == 75
     assert roles.main(halved, c, 0, threading.Event()) == 0
     assert [r["loss"] for r in records(halved.root, "step")] == losses, "as if it had never stopped"
+
+
+def test_nothing_left_to_train_on_is_an_error_after_an_epoch(tmp_path: Path) -> None:
+    c = sft_config(tmp_path, max_length=10)  # 16 conversations, four a step
+    run = run_dir(tmp_path / "run")
+    with pytest.raises(SetupError, match=r"the last 16 examples none is left to train on \(dropped 16\); see"):
+        roles.main(run, c, 0, threading.Event())
+    lines = map(orjson.loads, (run / "metrics.jsonl").read_bytes().splitlines())
+    assert [r["left_out"] for r in lines if r["kind"] == "step"] == [{"dropped": n} for n in (4, 8, 12)]

@@ -203,6 +203,9 @@ def test_with_everything_frozen_there_is_nothing_to_train() -> None:
     frozen = c.model_copy(update={"model": c.model.model_copy(update={"frozen": [r"model\..*", "lm_head.*"]})})
     with pytest.raises(SetupError, match=r"model\.frozen: .*lm_head\.\* freezes every parameter; nothing is left to train"):
         state_of(frozen)
+    typo = c.model_copy(update={"model": c.model.model_copy(update={"frozen": [r".*\.embd_tokens\..*"]})})
+    with pytest.raises(SetupError, match=r"model\.frozen: '.*embd_tokens.*' matches no parameter"):
+        state_of(typo)
 
 
 def test_the_solve_rate_sees_wrong_answers_and_errors() -> None:
