@@ -201,7 +201,7 @@ def test_what_cannot_be_served(
         assert serve([str(model_dir), *folder]) == 2
         assert "no backend gpu (PRL_KERNELS)" in capsys.readouterr().err
         (tmp_path / "k.yaml").write_text(f"model: {{path: {model_dir}}}\nenvs: [{{name: a, kind: reasoning_gym}}]\n")
-        assert serve([str(tmp_path / "k.yaml"), "launch.kernels=cpu", *folder]) == 2
+        assert serve([str(tmp_path / "k.yaml"), "launch.kernels=cpu", "sampling.max_length=256", *folder]) == 2
         assert "launch.kernels is cpu, PRL_KERNELS is gpu" in capsys.readouterr().err
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
