@@ -12,14 +12,15 @@ import torch
 from torch._dynamo.utils import counters
 
 from prl.samples import pack
-from prl.trainer.step import StepReport
+from prl.trainer.step import Stepper, StepReport
 from tests.distributed.ranks import Ranks
 from tests.trainer import invariance
 from tests.trainer.helpers import rollouts
 from tests.trainer.invariance import Case, train, worst
-from tests.trainer.test_recompute import glm_5, glm_45
+from tests.trainer.test_recompute import ADAPTED, KINDS, glm_5, glm_45
 
 COMPILE = torch.compile
+ALL_PARTS = KINDS["all parts"]
 
 
 @pytest.fixture
@@ -62,10 +63,14 @@ def test_every_length_finds_its_graphs(make: Any, tracing: None) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    "trainer", [{}, {"recompute": "full"}, {"recompute": "selective"}, {"offload_activations": 1}], ids=lambda t: str(t)
+    "beside", [{"recompute": "full"}, ALL_PARTS, {"offload_activations": 1}, {"lora": ADAPTED}], ids=lambda beside: str(beside)
 )
-def test_with_what_else_a_block_does(trainer: dict[str, Any], tracing: None) -> None:
-    compare(steps(glm_5, "float64", 2, compile=True, **trainer), steps(glm_5, "float64", 2), 1e-10)
+def test_with_what_else_a_block_does(beside: dict[str, Any], tracing: None) -> None:
+    adapters = {"lora": beside["lora"]} if "lora" in beside else {}
+    got = steps(glm_5, "float64", 3, compile=True, **beside)
+    compare(got, steps(glm_5, "float64", 3, **adapters), 1e-10)
+    seen = [r.metrics["compile"] for r in got]
+    assert seen[0]["graphs"] and seen[1:] == seen[:1] * 2, "none is compiled after the first step"
 
 
 @pytest.mark.long
@@ -76,18 +81,42 @@ def test_generated_code(make: Any, dtype: str, bound: float) -> None:
     compare(steps(make, dtype, 3, compile=True), steps(make, dtype, 3), bound)
 
 
-def compiled(rank: int, case: Case) -> dict[str, np.ndarray]:
+def compiled(rank: int, case: Case) -> tuple[dict[str, np.ndarray], list[dict[str, int]]]:
+    """As `train`, and what was compiled up to the end of each step."""
+    seen = []
+    step = Stepper.__call__
+
+    def counted(*args: Any) -> StepReport:
+        report = step(*args)
+        seen.append(report.metrics["compile"])
+        return report
+
+    torch._dynamo.reset()
+    counters.clear()
     torch.compile = functools.partial(COMPILE, backend="aot_eager")
+    Stepper.__call__ = counted  # type: ignore[method-assign]
     try:
-        return train(rank, case)
+        return train(rank, case), seen
     finally:
-        torch.compile = COMPILE
+        torch.compile, Stepper.__call__ = COMPILE, step  # type: ignore[method-assign]
 
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_ranks_with_experts_between_them(ranks: Ranks) -> None:
-    case = Case(2, {"ep": 2}, {"compile": True})
-    expected = ranks.run(1, train, case.alone())[0]
-    difference, where = worst(ranks.run(2, compiled, case, timeout_s=500)[0], expected)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(2, {"ep": 1}, {"compile": True}),
+        Case(2, {"ep": 2}, {"compile": True, "recompute": "full"}),
+        Case(2, {"ep": 2}, {"compile": True, **ALL_PARTS}),
+        Case(2, {"ep": 1}, {"compile": True, "recompute": "full", "offload_activations": 1}, lora=ADAPTED),
+    ],
+    ids=["fsdp", "experts, full", "experts, all parts", "adapters, everything"],
+)
+def test_ranks(case: Case, ranks: Ranks) -> None:
+    expected = ranks.run(1, train, case.alone(), timeout_s=300)[0]
+    got = ranks.run(2, compiled, case, timeout_s=500)
+    difference, where = worst(got[0][0], expected)
     assert difference <= 1e-10, (difference, where)
+    for _, seen in got:
+        assert seen[0]["graphs"] and seen[1:] == seen[:1] * 2, "none is compiled after the first step"
