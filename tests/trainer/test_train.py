@@ -225,7 +225,8 @@ async def test_steps_that_are_not_finite_are_recorded_and_end_the_run(tmp_path: 
     orchestrator.cancel()
     entries = ledger.read(run / "ledger.jsonl")
     assert [(e["step"], e.get("skipped", False)) for e in entries] == [(1, False), (2, True), (3, True)]
-    events = records(run, "event")
+    # A checkpoint may be complete before the run ends, or not.
+    events = [e for e in records(run, "event") if e["name"] != "checkpoint"]
     assert [e["name"] for e in events] == ["nonfinite", "nonfinite", "failed"]
     assert "max_nonfinite allows 1" in events[-1]["error"] and Path(events[0]["dump"]).is_file()
 
