@@ -13,7 +13,7 @@ Gradients that meet are added in the order of places, in float32 or wider.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -66,12 +66,12 @@ def gather_some(x_M: Tensor, counts: Sequence[int], order_N: Tensor, group: dist
 
 def to_heads(x_LHC: Tensor, shard: Shard) -> Tensor:
     """[L, H, C] of this rank's tokens → [T, H / R, C], the whole row of this rank's heads."""
-    return _ToHeads.apply(x_LHC, shard)
+    return _Swap.apply(x_LHC, shard, _heads, _tokens)
 
 
 def to_tokens(x_THC: Tensor, shard: Shard) -> Tensor:
     """[T, H / R, C] of this rank's heads → [L, H, C]: the inverse of `to_heads`."""
-    return _ToTokens.apply(x_THC, shard)
+    return _Swap.apply(x_THC, shard, _tokens, _heads)
 
 
 class _Gather(torch.autograd.Function):
@@ -131,25 +131,17 @@ def _tokens(x_THC: Tensor, shard: Shard) -> Tensor:
     return got_THC.unflatten(0, (shard.ranks, -1)).transpose(0, 1).flatten(1, 2)
 
 
-class _ToHeads(torch.autograd.Function):
+class _Swap(torch.autograd.Function):
+    """`there`, an exchange of tokens and heads; `back` is its inverse and so its gradient."""
+
     @staticmethod
-    def forward(ctx: Any, x_LHC: Tensor, shard: Shard) -> Tensor:
-        ctx.shard = shard
-        return _heads(x_LHC, shard)
+    def forward(
+        ctx: Any, x: Tensor, shard: Shard, there: Callable[[Tensor, Shard], Tensor], back: Callable[[Tensor, Shard], Tensor]
+    ) -> Tensor:
+        ctx.shard, ctx.back = shard, back
+        return there(x, shard)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_THC: Tensor) -> tuple[Tensor, None]:
-        return _tokens(grad_THC, ctx.shard), None
-
-
-class _ToTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_THC: Tensor, shard: Shard) -> Tensor:
-        ctx.shard = shard
-        return _tokens(x_THC, shard)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_LHC: Tensor) -> tuple[Tensor, None]:
-        return _heads(grad_LHC, ctx.shard), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.back(grad, ctx.shard), None, None, None
