@@ -90,7 +90,7 @@ def learning(h: History) -> Figure | None:
 
 def mismatch(h: History) -> Figure | None:
     """Mismatch KL by step, all versions and the trainer's own."""
-    keys = (("mismatch_kl", "all versions", BLUE), ("mismatch_kl_own", "tokens of the trained version", TEAL))
+    keys = (("mismatch_kl", "all versions", BLUE), ("mismatch_kl_own", "documents of the trained version alone", TEAL))
     data = [line(*h.series("trainer", key), name, colour) for key, name, colour in keys]
     return figure(data, "step", "nats per token", yaxis=LOG) if any(d["x"] for d in data) else None
 
@@ -271,8 +271,8 @@ CARDS = (
         "Mismatch KL",
         mismatch,
         "Mean over trained tokens of exp(d) − 1 − d, d = trainer − engine logprob. Tokens of older versions differ since the "
-        "weights do. What is left at tokens of the trained version can be rounding, keys that older weights had cached, and "
-        "experts or selections that were not replayed.",
+        "weights do, and so do newer ones behind them, which saw keys of the older weights. What is left where the trained "
+        "version sampled all of a document can be rounding, and experts or selections that were not replayed.",
     ),
     Card("quantiles", "Mismatch of a token", mismatch_quantiles, "Quantiles over the tokens of a step, all versions."),
     Card(

@@ -218,6 +218,14 @@ def quantiles(d: Tensor) -> dict[str, float]:
     return {"p50": p50, "p90": p90, "p99": p99, "max": float(d.abs().max())}
 
 
+def alone(mb: MicroBatch, version: int) -> Tensor:
+    """bool [D]: whether `version` sampled all of a document. What follows an update in flight was sampled from keys and values
+    of older weights, too."""
+    older = (mb.sample.versions >= 0) & (mb.sample.versions != version)
+    documents = np.repeat(np.arange(len(mb.lengths)), mb.lengths)
+    return torch.from_numpy(np.bincount(documents[older], minlength=len(mb.lengths)) == 0)
+
+
 class Seen:
     """What the micro-batches of a step showed: sums, and the mismatch of every RL token.
 
@@ -235,7 +243,7 @@ class Seen:
     ) -> None:
         rl_N = x.mask_N & ~x.ce_N
         d_N = (logprobs_N.detach().double() - x.old_logprobs_N)[rl_N]
-        own_N = (x.versions_N == self.version)[rl_N]
+        own_N = alone(mb, self.version).to(self.device)[x.documents_N][rl_N]
         kl_N = mismatch(d_N)
         self.d.append(d_N if self.speaks else d_N[:0])
         self._sum(**selection_counts(x.recorded_TAS, own_TAS))
