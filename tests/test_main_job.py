@@ -179,6 +179,19 @@ def test_engine_and_trainer_agree_over_turns_ranks_and_replicas(job: Callable[..
 
 
 @pytest.mark.long
+def test_two_ranks_train_the_run_of_one(job: Callable[..., Job]) -> None:
+    """The whole job, from its first rollout to its last step: sharded to the last bit, with experts apart to rounding."""
+    losses = {}
+    for name, mesh in (("one", "ranks=1"), ("sharded", "mesh.ep=1"), ("experts", "mesh.ep=2")):
+        ranks = () if name == "one" else ("trainer.ranks=2",)
+        one = job(*DETERMINISTIC, "trainer.steps=6", *ranks, f"trainer.{mesh}", name=name).start()
+        one.end(0)
+        losses[name] = one.losses()
+    assert losses["sharded"] == losses["one"]
+    assert losses["experts"] == pytest.approx(losses["one"], abs=1e-6)
+
+
+@pytest.mark.long
 def test_a_warm_started_policy_calls_the_calculator(job: Callable[..., Job]) -> None:
     """The configuration with several turns, with a small model and two numbers a sum."""
     one = job(
