@@ -61,7 +61,16 @@ EXPERT_PARALLEL = {
     for chunks in (1, 3)
     for routes in ("random", "crowd", "shun")
 }
-LONG = EXPERT_PARALLEL | sweep()
+ADAPTERS = Case(8, lora={"rank": 3}, clip=0.05, optim=ADAMW | {"eps": 1e-3})  # eps as above
+EIGHT = {
+    "8 ranks, lora": replace(ADAPTERS, mesh={"ep": 4}, routes="crowd"),
+    "8 ranks, lora, all": replace(ADAPTERS, mesh={"replicate": 2, "cp": 2, "ep": 2}, trainer={"recompute": "full"}),
+    "8 ranks, lora, chunks": replace(ADAPTERS, mesh={"ep": 8, "dispatch_chunks": 3}, trainer={"offload": "parameters"}),
+    "8 ranks, lora, muon": replace(ADAPTERS, mesh={"cp": 2, "ep": 4}, optim=MUON | {"eps": 1e-3}),
+    "8 ranks, muon": Case(8, {"cp": 2, "ep": 4}, optim=MUON, clip=0.05),
+    "8 ranks, muon, copies": Case(8, {"replicate": 2, "ep": 4}, {"offload": "optimizer"}, optim=MUON),
+}
+LONG = EXPERT_PARALLEL | EIGHT | sweep()
 alone: dict[str, dict[str, np.ndarray]] = {}
 """What one process makes of a case, by the case."""
 
