@@ -2,6 +2,7 @@
 # or the compiled sources change.
 #   make demo            the main job: SFT, then asynchronous RL, then the control (SEED=n, RANKS=n)
 #   make test            the tests;  make test-long: the slow ones;  make lint: ruff and mypy
+#   make test-slurm      the tests on a Slurm cluster that they bring up on this machine (root; installs Debian's Slurm)
 #   make demo-seeds      three seeds, result kept in bench/results/
 #   make check-gpu-code  every kernel compiled for Hopper and its machine code checked, without a GPU; result in bench/results/
 #   make claims          everything that docs/claims.md names, results written there (hours)
@@ -35,7 +36,7 @@ export HF_HUB_OFFLINE := 1
 export HF_HOME ?= $(CURDIR)/outputs/.cache/huggingface
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: venv demo demo-seeds test test-long check-gpu-code claims lint format bench-peers check-python clean
+.PHONY: venv demo demo-seeds test test-long test-slurm check-gpu-code claims lint format bench-peers check-python clean
 
 venv: $(READY)
 
@@ -68,6 +69,9 @@ test: $(READY)
 
 test-long: $(READY)
 	HYPOTHESIS_PROFILE=default $(BIN)/python -m pytest -m "long and not gpu" $(ARGS)
+
+test-slurm: $(READY)
+	$(BIN)/python -m pytest -m slurm -rs tests/slurm $(ARGS)
 
 claims: $(READY)
 	HYPOTHESIS_PROFILE=default $(BIN)/python tests/claims.py $(ARGS)

@@ -18,7 +18,7 @@ import typer
 from prl.cli import exit_code
 from prl.config.load import ConfigError, Problem, dump, load
 from prl.config.schema import RunConfig
-from prl.launch.local import LocalExecutor, RunBusy, RunLock, usable_cores
+from prl.launch.local import Executor, LocalExecutor, RunBusy, RunLock, usable_cores
 from prl.launch.roles import limits_of, role_specs, stages_of
 from prl.launch.supervisor import CONFIG, DONE, FAILED, State, Supervisor
 from prl.monitor.console import Console
@@ -71,7 +71,9 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def open_run(config: str | None, overrides: Sequence[str], resume: Path | None) -> tuple[RunDir, RunConfig]:
+def open_run(
+    config: str | None, overrides: Sequence[str], resume: Path | None, site: Path | None = None
+) -> tuple[RunDir, RunConfig]:
     """The run's folder (not created yet) and its configuration; ConfigError says what is wrong and how to mend it."""
     if resume is not None:
         run = RunDir(resume)
@@ -82,7 +84,7 @@ def open_run(config: str | None, overrides: Sequence[str], resume: Path | None) 
         raise ConfigError("command line", [Problem("CONFIG", "missing: name a YAML file, or a run with --resume")])
     if "=" in config and not Path(config).exists():
         raise ConfigError("command line", [Problem("CONFIG", f"missing: name a YAML file before the override {config}")])
-    loaded = load(config, overrides)
+    loaded = load(config, overrides, site=site)
     run = RunDir(loaded.run.dir / loaded.run.name)
     if run.root.exists() and (not run.root.is_dir() or any(run.root.iterdir())):
         mend = f"continue it with --resume {run.root}, choose another run.name, or remove it"
@@ -99,6 +101,11 @@ def store(path: Path, text: str) -> None:
     temporary.replace(path)
 
 
+def here(run: RunDir, config: RunConfig, lock: RunLock) -> Executor:
+    """This machine."""
+    return LocalExecutor(run, lock, keep_env=config.launch.pass_env, cleanup=[run.weights_path(config.transport.weights)])
+
+
 def execute(
     run: RunDir,
     config: RunConfig,
@@ -106,10 +113,12 @@ def execute(
     reopen: bool = False,
     without: Collection[str] = (),
     began: Callable[[], None] = lambda: None,
+    executor_of: Callable[[RunDir, RunConfig, RunLock], Executor] = here,
 ) -> State:
     """Run every stage that is not finished, in a created folder. `reopen`: RL goes on though it was finished.
 
-    `began` is called once the run is ours. RunBusy where another supervisor has it; OSError where a role cannot be started.
+    `began` is called once the run is ours; `executor_of` says where its roles run. RunBusy where another supervisor has it;
+    OSError where a role cannot be started.
     """
     lock = RunLock(run)
     try:
@@ -117,8 +126,7 @@ def execute(
         done = {name for name, stage in run.stages().items() if stage["done"] and not (reopen and name != "sft")}
         finished = done | set(without)
         store(run.config_path, dump(config))
-        weights = run.weights_path(config.transport.weights)
-        executor = LocalExecutor(run, lock, keep_env=config.launch.pass_env, cleanup=[weights])
+        executor = executor_of(run, config, lock)
         try:
             with StopRequests() as stops, Console(run, config):
                 cores = usable_cores()
@@ -184,6 +192,36 @@ def report(run: RunDir) -> None:
     print(f"report: {page}")
 
 
+def carry_out(
+    run: RunDir,
+    config: RunConfig,
+    *,
+    resumed: bool,
+    reopen: bool = False,
+    overrides: Sequence[str] = (),
+    executor_of: Callable[[RunDir, RunConfig, RunLock], Executor] = here,
+) -> int:
+    """`execute` a run, then write its report or say why it ended; the exit code."""
+    try:
+        metrics = run.metrics("supervisor")
+
+        def began() -> None:
+            if (reopen or not run.stages().get("rl", {}).get("done")) and (words := where_from(run)):
+                say(words)
+            metrics.log("event", name="resume" if resumed else "start", overrides=overrides)
+
+        state = execute(run, config, reopen=reopen, began=began, executor_of=executor_of)
+        metrics.log("event", name="end", code=state.code, cause=state.cause)
+        if state.code == DONE:
+            report(run)
+        else:
+            tell(run, state)
+    except (RunBusy, CheckpointError, OSError) as e:
+        say(f"failed: {run.root}: {e}")
+        return FAILED
+    return state.code
+
+
 @app.command(help=HELP)
 def command(
     arguments: Annotated[
@@ -211,24 +249,7 @@ def command(
     except ConfigError as e:
         say(str(e))
         raise typer.Exit(CONFIG) from None
-    try:
-        metrics = run.metrics("supervisor")
-
-        def began() -> None:
-            if (changed or not run.stages().get("rl", {}).get("done")) and (words := where_from(run)):
-                say(words)
-            metrics.log("event", name="start" if resume is None else "resume", overrides=given)
-
-        state = execute(run, resolved, reopen=changed, began=began)
-        metrics.log("event", name="end", code=state.code, cause=state.cause)
-        if state.code == DONE:
-            report(run)
-        else:
-            tell(run, state)
-    except (RunBusy, CheckpointError, OSError) as e:
-        say(f"failed: {run.root}: {e}")
-        raise typer.Exit(FAILED) from None
-    raise typer.Exit(state.code)
+    raise typer.Exit(carry_out(run, resolved, resumed=resume is not None, reopen=changed, overrides=given))
 
 
 def main(args: Sequence[str] | None = None) -> int:

@@ -191,14 +191,19 @@ def _read(path: Path, chain: tuple[Path, ...] = ()) -> _Tree:
         tree.problems.append(Problem("base", f"expected the name of a YAML file, got {base!r}", tree.origin(("base",))))
         tree.whole = False
         return tree
-    below = _read(path.parent / base, (*chain, real))
+    return _laid_on(_read(path.parent / base, (*chain, real)), tree)
+
+
+def _laid_on(below: _Tree, tree: _Tree) -> _Tree:
+    """`tree` on the file below it."""
     # A list replaces: where its old items were written no longer matters.
     kept = {
         key: where
         for key, where in below.origins.items()
         if not any(isinstance(step, int) and key[:n] in tree.origins for n, step in enumerate(key))
     }
-    return _Tree(_merged(below.data, tree.data), kept | tree.origins, below.problems + tree.problems, below.whole)
+    problems = below.problems + tree.problems
+    return _Tree(_merged(below.data, tree.data), kept | tree.origins, problems, below.whole and tree.whole)
 
 
 def _override(tree: _Tree, text: str) -> None:
@@ -391,8 +396,10 @@ def _missing_files(config: RunConfig) -> Iterator[tuple[str, str]]:
                 yield f"sft.{name}.{i}.path", f"{source.path}: no such file"
 
 
-def load(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
+def load(path: Path | str, overrides: Sequence[str] = (), *, site: Path | str | None = None) -> RunConfig:
     """The configuration in `path`, with its bases under it and the overrides over it; ConfigError names every problem.
+
+    `site` is a file that goes below all of them: what is true of the cluster.
 
     Paths of models, tokenizers and data are relative to the working folder, and absolute in what is returned.
     """
@@ -401,6 +408,8 @@ def load(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
     config = None
     try:
         tree = _read(Path(path))
+        if site is not None:
+            tree = _laid_on(_read(Path(site)), tree)
         if tree.whole:  # without its file an override may reach for what only seems missing
             for override in overrides:
                 _override(tree, override)

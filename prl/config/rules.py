@@ -279,6 +279,22 @@ def _dispatch(c: RunConfig) -> Found:
         yield "trainer.mesh.dispatcher", f"deepep sends bfloat16, the forward is in {c.model.dtype}: set all_to_all"
 
 
+@_reads("launch.slurm", "trainer.ranks", "inference.replicas", "transport.weights")
+def _slurm(c: RunConfig) -> Found:
+    slurm = c.launch.slurm
+    if slurm is None:
+        return
+    for name, path, processes in (
+        ("trainer", "trainer.ranks", c.trainer.ranks),
+        ("inference", "inference.replicas", c.inference.replicas),
+    ):
+        nodes = getattr(slurm, name).nodes
+        if processes % nodes:
+            yield path, f"expected a multiple of launch.slurm.{name}.nodes = {nodes}, got {processes}"
+    if c.transport.weights != "filesystem":
+        yield "transport.weights", f"expected filesystem with launch.slurm (nodes share no memory), got {c.transport.weights}"
+
+
 def _number(c: RunConfig, key: str) -> float | None:
     """A number of the model's config.json, inline or in its folder; other faults of it are the model's to report."""
     architecture: Any = c.model.architecture

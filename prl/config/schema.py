@@ -301,6 +301,39 @@ class Transport(Section):
     poll_s: PositiveFloat = 0.02
 
 
+class Component(Section):
+    """The nodes that one component of a Slurm job asks for."""
+
+    nodes: PositiveInt = 1
+    partition: str | None = None
+    gpus_per_node: NonNegativeInt = 0
+    cpus_per_node: PositiveInt | None = None
+    """Default: what the partition gives; with `exclusive` all."""
+    memory: str = "0"
+    """Of each node, as `--mem` takes it; 0 is all of it."""
+
+
+class Slurm(Section):
+    """How a run is submitted; what belongs to the cluster and not to the run stands in a site file (configs/site)."""
+
+    trainer: Component = Component()
+    """Ranks and orchestrator."""
+    inference: Component = Component()
+    heterogeneous: bool = True
+    """One component each; false, where a cluster forbids it: one homogeneous job whose list of nodes is split."""
+    exclusive: bool = True
+    """Whole nodes, shared with nobody."""
+    time_min: PositiveInt = 60
+    warn_s: PositiveInt = 120
+    """How long before the time limit the run is asked to save."""
+    account: str | None = None
+    qos: str | None = None
+    reservation: str | None = None
+    constraint: str | None = None
+    setup: list[str] = []
+    """Lines of shell before anything is run on a batch host (`module load …`)."""
+
+
 class Launch(Section):
     kernels: Literal["cuda", "triton", "cpu", "reference"] | None = None
     """Backend that every kernel must have; default: the best that each has here."""
@@ -314,6 +347,7 @@ class Launch(Section):
     stop_timeout_s: PositiveFloat = 8.0
     """From the request to stop until the roles are killed."""
     heartbeat_timeout_s: PositiveFloat = 60.0
+    slurm: Slurm | None = None
 
 
 class Monitor(Section):

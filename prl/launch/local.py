@@ -110,6 +110,15 @@ def role_environment(base: Mapping[str, str], kept: Sequence[str], threads: int)
     return {**env, **dict.fromkeys(_THREADS, str(threads)), "PYTHONUNBUFFERED": "1"}
 
 
+def tail(path: Path, since: int, lines: int) -> list[str]:
+    """The last lines of a file, of what stands in it after byte `since`."""
+    if not path.exists():
+        return []
+    with path.open("rb") as f:
+        f.seek(max(since, path.stat().st_size - (64 << 10)))
+        return f.read().decode(errors="replace").splitlines()[-lines:]
+
+
 class LocalExecutor:
     """Processes of this machine, each in its own session, writing to logs/<role>.log.
 
@@ -194,12 +203,7 @@ class LocalExecutor:
         return []
 
     def log_tail(self, name: str, lines: int) -> list[str]:
-        path = self.run / "logs" / f"{name}.log"
-        if not path.exists():
-            return []
-        with path.open("rb") as f:
-            f.seek(max(self._log_from.get(name, 0), path.stat().st_size - (64 << 10)))
-            return f.read().decode(errors="replace").splitlines()[-lines:]
+        return tail(self.run / "logs" / f"{name}.log", self._log_from.get(name, 0), lines)
 
     def close(self) -> None:
         self.kill()

@@ -13,7 +13,8 @@ from prl.config.load import ConfigError, dump, load, load_resolved
 from prl.config.schema import RunConfig
 
 MODEL = "model: {architecture: {vocab_size: 64}}\ntokenizer: {characters: abc}\nenvs: [{name: words, kind: reasoning_gym}]\n"
-CONFIGS = [Path("configs", f"{name}.yaml") for name in ("demo", "multi_turn", "tiny")]  # those of large models: test_shipped
+# Those of large models: test_shipped.
+CONFIGS = [Path("configs", f"{name}.yaml") for name in ("demo", "multi_turn", "slurm_tiny", "tiny")]
 
 
 def write(folder: Path, text: str, name: str = "run.yaml") -> Path:

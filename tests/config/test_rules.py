@@ -51,6 +51,17 @@ def test_the_sound_ones_break_none() -> None:
             "trainer.mesh.ep",
             "a divisor of the model's 6 experts, such as 3 or 6",
         ),
+        (
+            {"launch": {"slurm": {"trainer": {"nodes": 2}}}, "transport": {"weights": "filesystem"}, "trainer": {"ranks": 3}},
+            "trainer.ranks",
+            "a multiple of launch.slurm.trainer.nodes = 2, got 3",
+        ),
+        (
+            {"launch": {"slurm": {"inference": {"nodes": 2}}}, "transport": {"weights": "filesystem"}},
+            "inference.replicas",
+            "a multiple of launch.slurm.inference.nodes = 2, got 1",
+        ),
+        ({"launch": {"slurm": {}}}, "transport.weights", "expected filesystem"),
         ({"trainer": {"mesh": {"fp8_dispatch": True}}}, "trainer.mesh.fp8_dispatch", "need trainer.precision fp8, got bf16"),
         (
             {"model": {"dtype": "float32"}, "trainer": {"mesh": {"dispatcher": "deepep"}}},

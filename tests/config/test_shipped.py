@@ -25,7 +25,7 @@ LARGE = {
 
 
 def test_every_configuration_is_known_here() -> None:
-    small = {"demo", "tiny", "multi_turn"}
+    small = {"demo", "tiny", "multi_turn", "slurm_tiny"}
     assert {p.stem for p in CONFIGS.glob("*.yaml")} == small | LARGE.keys()
 
 

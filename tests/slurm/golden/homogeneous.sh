@@ -1,0 +1,25 @@
+#!/bin/bash
+# component 0: trainer and inference
+#SBATCH --job-name=prl-first
+#SBATCH --chdir=/home/me/prl
+#SBATCH '--output=/shared/my runs/100%%/first/logs/slurm.log'
+#SBATCH --open-mode=append
+#SBATCH --signal=B:USR2@600
+#SBATCH --requeue
+#SBATCH --export=ALL
+#SBATCH --partition=train
+#SBATCH --account=project
+#SBATCH --qos=high
+#SBATCH '--reservation=week 7'
+#SBATCH --constraint=h200&ib
+#SBATCH --nodes=6
+#SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task=96
+#SBATCH --gres=gpu:8
+#SBATCH --mem=0
+#SBATCH --time=1440
+#SBATCH --exclusive
+#SBATCH --no-kill
+
+module load cuda
+exec python -m lead RUN

@@ -1,0 +1,85 @@
+"""Runs of configs/slurm_tiny.yaml on the local cluster: submit, watch, and look at what is left."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from prl.orchestrator.audit import audit
+from prl.trainer import ledger
+from prl.transport.run_dir import RunDir
+from tests.slurm.lab import Lab, clean, until
+
+ROOT = Path(__file__).parents[2]
+SITE = "configs/site/lab.yaml"
+
+
+class Run:
+    """One run, submitted as a user would: `sbatch slurm/rl_tiny.sh` on the login node, with `overrides`."""
+
+    def __init__(self, lab: Lab, folder: Path, *overrides: str, name: str = "run"):
+        self.lab, self.dir, self.log = lab, RunDir(folder / name), folder / f"{name}.follower.log"
+        env = clean() | {"PYTHONPATH": str(ROOT), "PRL_SITE": SITE, "PRL_PYTHON": sys.executable}
+        options = ("--parsable", "--partition=all", "--nodelist=train0", f"--output={self.log}")
+        given = (f"run.dir={folder}", f"run.name={name}", *overrides)
+        self.follower = lab.run("sbatch", *options, "slurm/rl_tiny.sh", *given, cwd=ROOT, env=env).stdout.strip()
+
+    @property
+    def job(self) -> str:
+        return str(json.loads((self.dir / "job.json").read_text())["job"])
+
+    def entries(self) -> list[dict[str, Any]]:
+        """The trainer's ledger: one line a step, and one a resume."""
+        path = self.dir / "ledger.jsonl"
+        return ledger.read(path) if path.exists() else []
+
+    def losses(self) -> dict[int, float]:
+        return {entry["step"]: entry["loss"] for entry in ledger.surviving(self.entries())}
+
+    def step(self) -> int:
+        """The last optimizer step that was trained and not undone."""
+        return max(self.losses(), default=0)
+
+    def until_step(self, step: int, timeout_s: float = 240) -> None:
+        def reached() -> bool:
+            assert not self.ended(), self.told()
+            return self.step() >= step
+
+        until(f"step {step} of {self.dir.root} ({self.log})", reached, timeout_s)
+
+    def ended(self) -> bool:
+        return not self.lab.run("squeue", "-h", "-j", self.follower, check=False).stdout.strip()
+
+    def told(self) -> str:
+        """What the follower has written."""
+        return self.log.read_text() if self.log.exists() else ""
+
+    def code(self, timeout_s: float = 400) -> int:
+        """The follower's exit code, which is the run's."""
+        until(f"the end of {self.dir.root} ({self.log})", self.ended, timeout_s)
+        shown = self.lab.run("scontrol", "show", "job", self.follower).stdout
+        return int(shown.partition("ExitCode=")[2].partition(":")[0])
+
+    def pid(self, role: str) -> int:
+        """This machine's id of a role's process."""
+        words = f"prl.launch.role\0{role.partition('-')[0]}\0--run\0{self.dir.root}\0--index\0{role.partition('-')[2] or 0}"
+        (pid,) = (pid for node in self.lab.nodes for pid in self.lab.processes(node, words))
+        return pid
+
+    def assert_nothing_left(self, seconds: float = 30) -> None:
+        """Nodes are idle and no process of the run is anywhere, within `seconds`."""
+
+        def idle() -> bool:
+            running = [pid for node in self.lab.nodes for pid in self.lab.processes(node, str(self.dir.root))]
+            return not running and set(self.lab.states().values()) == {"idle"}
+
+        until(f"idle nodes after {self.dir.root}", idle, seconds)
+        assert not (self.dir / "steps").exists() and not (self.dir / "weights").exists()
+
+    def assert_whole(self, steps: int) -> None:
+        """Every step was trained, and every rollout and task accounted for."""
+        assert sorted(self.losses()) == list(range(1, steps + 1))
+        report = audit(self.dir)
+        assert report.ok, str(report)
