@@ -178,6 +178,24 @@ def test_engine_and_trainer_agree_over_turns_ranks_and_replicas(job: Callable[..
     assert generated == {"inference-0", "inference-1"}
 
 
+@pytest.mark.parametrize("name", [pytest.param("ranks"), *(pytest.param(n, marks=pytest.mark.long) for n in ("rows", "alone"))])
+def test_in_the_bitwise_mode_the_mismatch_is_exactly_zero(job: Callable[..., Job], name: str) -> None:
+    """Weights on two ranks, rows on two ranks, and one rank with requests in flight while weights change."""
+    mesh = {
+        "ranks": ("trainer.ranks=2", "trainer.mesh.ep=1", "trainer.mesh.cp=1", "orchestrator.synchronous=true"),
+        "rows": ("trainer.ranks=2", "trainer.mesh.ep=1", "trainer.mesh.cp=2", "orchestrator.synchronous=true"),
+        "alone": (),
+    }[name]
+    one = job(
+        "run.bitwise=true", "model.dtype=bfloat16", "inference.dtype=bfloat16", "sampling.temperature=0.9",
+        "inference.replicas=2", "trainer.steps=4", *mesh,
+    ).start()  # fmt: skip
+    one.end(0)
+    one.assert_complete(4)
+    own = [s["mismatch_kl_own"] for s in one.steps() if s["own_tokens"]]
+    assert own == [0.0] * len(own) and len(own) >= (4 if mesh else 1)
+
+
 @pytest.mark.long
 def test_two_ranks_train_the_run_of_one(job: Callable[..., Job]) -> None:
     """The whole job, from its first rollout to its last step: sharded to the last bit, with experts apart to rounding."""

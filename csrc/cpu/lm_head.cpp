@@ -222,6 +222,29 @@ Tensor zeros(std::initializer_list<int64_t> sizes, ScalarType dtype) {
   return t;
 }
 
+void begin(State* states, int64_t rows) {
+  for (int64_t i = 0; i < rows; ++i) {
+    std::fill_n(states[i].m, kLanes, kLowest);
+    std::fill_n(states[i].s, 2 * kLanes, 0.0f);
+  }
+}
+
+// The sums of all slabs, `stride` apart, put together in their order.
+Sums join(const Sums* parts, int64_t slabs, int64_t stride) {
+  Sums all = parts[0];
+  for (int64_t slab = 1; slab < slabs; ++slab) {
+    const Sums& part = parts[slab * stride];
+    const float m = part.m > all.m || std::isnan(part.m) ? part.m : all.m;
+    const float d = std::max(all.m - m, kVanishes), e = std::exp(d);
+    const float part_d = std::max(part.m - m, kVanishes), part_e = std::exp(part_d);
+    all = {m, all.s * e + part.s * part_e, (all.t + d * all.s) * e + (part.t + part_d * part.s) * part_e};
+  }
+  return all;
+}
+
+// `z` is the label's logit over the temperature.
+float logprob_of(float z, const Sums& all) { return (z - all.m) - std::log(all.s); }
+
 std::tuple<Tensor, Tensor, Tensor> logprobs(
     const Tensor& hidden_TD, const Tensor& weight_VD, const Tensor& labels_T, const Tensor& temperature_T, int64_t chunk) {
   const Head head{hidden_TD, weight_VD};
@@ -239,10 +262,7 @@ std::tuple<Tensor, Tensor, Tensor> logprobs(
     for_pieces(slabs, n, [&](int64_t slab, int64_t first_row, int64_t rows) {
       static thread_local Scratch state_scratch;
       State* states = state_scratch.get<State>(rows);
-      for (int64_t i = 0; i < rows; ++i) {
-        std::fill_n(states[i].m, kLanes, kLowest);
-        std::fill_n(states[i].s, 2 * kLanes, 0.0f);
-      }
+      begin(states, rows);
       const int64_t stop = std::min(head.v, (slab + 1) * kSlab);
       for (int64_t first = slab * kSlab; first < stop; first += kColumns) {
         const int64_t columns = std::min(kColumns, stop - first);
@@ -255,21 +275,43 @@ std::tuple<Tensor, Tensor, Tensor> logprobs(
       for (int64_t i = 0; i < rows; ++i) parts[slab * n + first_row + i] = softmax().finish(states[i]);
     });
     for (int64_t i = 0; i < n; ++i) {
-      Sums all = parts[i];
-      for (int64_t slab = 1; slab < slabs; ++slab) {
-        const Sums& part = parts[slab * n + i];
-        const float m = part.m > all.m || std::isnan(part.m) ? part.m : all.m;
-        const float d = std::max(all.m - m, kVanishes), e = std::exp(d);
-        const float part_d = std::max(part.m - m, kVanishes), part_e = std::exp(part_d);
-        all = {m, all.s * e + part.s * part_e, (all.t + d * all.s) * e + (part.t + part_d * part.s) * part_e};
-      }
+      const Sums all = join(&parts[i], slabs, n);
       const int64_t t = at[i];
-      logprob[t] = (logprob[t] - all.m) - std::log(all.s);
+      logprob[t] = logprob_of(logprob[t], all);
       entropy[t] = std::log(all.s) - all.t / all.s;
       total[t] = all.m + std::log(all.s);
     }
   }
   return {logprob_T, entropy_T, total_T};
+}
+
+// What `logprobs` says of the logits that `logits` returns, bit for bit: the same steps in the same order.
+Tensor label_logprobs(const Tensor& logits_TV, const Tensor& labels_T, const Tensor& temperature_T) {
+  const int64_t tokens = logits_TV.size(0), v = logits_TV.size(1), slabs = ceil_div(v, kSlab);
+  Tensor logprob_T = empty({tokens}, kF32);
+  const float *logits = in<float>(logits_TV), *temperature = in<float>(temperature_T);
+  const int64_t* labels = in<int64_t>(labels_T);
+  float* logprob = out<float>(logprob_T);
+  parallel(tokens, 1 + (int64_t(1) << 14) / v, [&](int64_t first_token, int64_t end) {
+    std::vector<Sums> parts(slabs);
+    alignas(64) float z[kColumns] = {};
+    for (int64_t t = first_token; t < end; ++t) {
+      const float* row = logits + t * v;
+      for (int64_t slab = 0; slab < slabs; ++slab) {
+        State state;
+        begin(&state, 1);
+        const int64_t stop = std::min(v, (slab + 1) * kSlab);
+        for (int64_t first = slab * kSlab; first < stop; first += kColumns) {
+          const int64_t columns = std::min(kColumns, stop - first);
+          std::copy_n(row + first, columns, z);
+          softmax().advance(z, columns, temperature[t], state);
+        }
+        parts[slab] = softmax().finish(state);
+      }
+      logprob[t] = logprob_of(row[labels[t]] / temperature[t], join(parts.data(), slabs, 1));
+    }
+  });
+  return logprob_T;
 }
 
 // to += x · row of `dtype`.
@@ -389,6 +431,7 @@ std::tuple<Tensor, Tensor> logprobs_backward(
 }  // namespace prl
 
 STABLE_TORCH_LIBRARY_FRAGMENT(prl_cpu, m) {
+  m.def("label_logprobs(Tensor logits_TV, Tensor labels_T, Tensor temperature_T) -> Tensor");
   m.def(
       "logprobs(Tensor hidden_TD, Tensor weight_VD, Tensor labels_T, Tensor temperature_T, int chunk)"
       " -> (Tensor, Tensor, Tensor)");
@@ -399,6 +442,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(prl_cpu, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(prl_cpu, CPU, m) {
+  m.impl("label_logprobs", TORCH_BOX(&prl::label_logprobs));
   m.impl("logprobs", TORCH_BOX(&prl::logprobs));
   m.impl("logprobs_backward", TORCH_BOX(&prl::logprobs_backward));
 }

@@ -177,6 +177,18 @@ def trainer(
 
 
 @app.command()
+def bitwise(
+    run: Run = None,
+    turns: Annotated[int, typer.Option(min=3, help="Of each, on and off.")] = 12,
+    json: Json = None,
+) -> None:
+    """What run.bitwise costs a training step and the engine, beside the same without it; whether its logprobs are equal."""
+    from prl.bench.bitwise import measure
+
+    _give(lambda: measure(*_of(run, "bench/trainer.yaml"), turns=turns), json)
+
+
+@app.command()
 def seeds(
     run: Run = None,
     seed: Annotated[list[int] | None, typer.Option(help="Give it as often as you like; default 0, 1 and 2.")] = None,

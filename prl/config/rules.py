@@ -171,6 +171,39 @@ def _deterministic(c: RunConfig) -> Found:
         yield "orchestrator.max_in_flight", f"expected at least batch_size = {o.batch_size}, got {o.max_in_flight}; {why}"
 
 
+@_reads("run.bitwise", "model.dtype", "inference", "trainer", "launch.kernels")
+def _bitwise(c: RunConfig) -> Found:
+    if not c.run.bitwise:
+        return
+    t, i = c.trainer, c.inference
+    if i.engine != "embedded":
+        yield "inference.engine", f"expected embedded; run.bitwise needs it: {i.engine} sums in an order of its own"
+    if c.model.dtype == "float64":
+        yield (
+            "model.dtype",
+            "expected bfloat16 or float32; run.bitwise needs it: no kernel computes float64",
+        )
+    if i.dtype != c.model.dtype:
+        yield "inference.dtype", f"expected model.dtype = {c.model.dtype}, got {i.dtype}; run.bitwise needs it"
+    if i.precision != t.precision:
+        yield (
+            "inference.precision",
+            f"expected trainer.precision = {t.precision}, got {i.precision}; run.bitwise needs it",
+        )
+    if t.compile:
+        yield "trainer.compile", "expected false; run.bitwise needs it: compiled blocks sum in an order of their own"
+    if t.ranks > 1 and t.mesh.ep != 1:
+        why = "sums over experts of several ranks are rounded once per rank"
+        yield "trainer.mesh.ep", f"expected 1, got {t.mesh.ep}; run.bitwise needs it: {why}"
+    if t.lora is not None:
+        yield (
+            "trainer.lora",
+            "expected none; run.bitwise needs it: merged weights are not shown to be equal to the last bit",
+        )
+    if c.launch.kernels not in (None, "cpu"):
+        yield "launch.kernels", f"expected cpu, got {c.launch.kernels}; run.bitwise needs it: no other backend fixes the order"
+
+
 @_reads("trainer.router_replay", "trainer.replay_selections", "inference.record_routes", "inference.record_selections")
 def _replay(c: RunConfig) -> Found:
     for replay, record in (("router_replay", "record_routes"), ("replay_selections", "record_selections")):

@@ -32,6 +32,8 @@ class Run(Section):
     seed: int = 0
     deterministic: bool = False
     """Synchronous lock-step mode: every batch follows from the seed alone, bit for bit."""
+    bitwise: bool = False
+    """Trainer and engine give a token of the trainer's own version the same logprob, to the last bit (embedded engine, CPU)."""
 
 
 INDEXER = r".*\.indexer\..*"

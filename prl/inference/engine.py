@@ -29,9 +29,10 @@ from prl.inference.api import GenerateRequest, Generation
 from prl.inference.kv_cache import BlockPool, CachedLayout, PagedCache, block_hashes
 from prl.inference.sampling import log_probabilities, noise, sample
 from prl.kernels import registry
-from prl.kernels.lm_head import logits
+from prl.kernels.lm_head import label_logprobs, logits
 from prl.kernels.weights import weights_changed
 from prl.models.base import ForwardInput
+from prl.models.bitwise import fix_order
 from prl.models.spec import ModelSpec
 from prl.samples import route_dtype
 
@@ -95,6 +96,8 @@ class Engine:
 
     `held` stops the admission of waiting requests, running ones go on. `version` labels the tokens sampled from now on.
     KernelError where a backend is demanded that cannot run here.
+    With `bitwise` logprobs are the trainer's own, to the last bit (`prl.models.bitwise`): running requests forward their tokens
+    again under new weights (counted as `recomputed`), and no request reads keys of older ones.
     """
 
     def __init__(
@@ -110,20 +113,25 @@ class Engine:
         record_routes: bool = True,
         record_selections: bool = False,
         selection_bytes: int = 1 << 28,
+        bitwise: bool = False,
         version: int = 0,
         name: str = "engine",
     ):
         self.model, self.spec, self.name, self.version = model.eval(), spec, name, version
         self.block_size, self.max_batch, self.max_prefill_tokens = block_size, max_batch, max_prefill_tokens
-        self.prefix_cache, self.selection_bytes = prefix_cache, selection_bytes
+        self.prefix_cache, self.selection_bytes, self.bitwise = prefix_cache, selection_bytes, bitwise
         self.capacity = min(spec.max_positions, kv_tokens)
         """Tokens of the longest sequence, prompt and completion."""
         self.pool = BlockPool(kv_tokens // block_size)
         self.cache = PagedCache(model.cache_spec(), self.pool.n_blocks, block_size)  # type: ignore[operator]
         self.device = next(model.parameters()).device
+        if bitwise:
+            fix_order(model, self.device)  # type: ignore[arg-type]
         registry.backends(self.device.type)  # a demand that cannot be met is told before the first request
         self.held = False
-        self.counts = dict.fromkeys(("prompt", "generated", "prefix_queries", "prefix_hits", "steps", "forwarded"), 0)
+        self.counts = dict.fromkeys(
+            ("prompt", "generated", "prefix_queries", "prefix_hits", "steps", "forwarded", "recomputed"), 0
+        )
         self.finished = dict.fromkeys(("stop", "length", "abort", "error"), 0)
 
         slots, n_moe = self.cache.slots, len(spec.moe_layers)
@@ -256,6 +264,11 @@ class Engine:
                 own.copy_(tensors[name])
         weights_changed()
         self.version = version
+        if self.bitwise:
+            self.reset_prefix_cache()
+            for row, sequence in self._running.items():
+                self.counts["recomputed"] += int(self._done[row])
+                self._done[row] = sequence.registered = 0
 
     def reset_prefix_cache(self) -> None:
         self.pool.forget()
@@ -374,14 +387,19 @@ class Engine:
     def _sample(self, hidden_BD: Tensor, rows: np.ndarray) -> None:
         at = self._known[rows]
         temperature, top_p, top_k = self._temperature[rows], self._top_p[rows], self._top_k[rows]
+        logits_BV, temperature_B = self._logits(hidden_BD), self._to_device(temperature)
+        plain = (temperature > 0) & (top_p == 1) & (top_k == 0)
         token_B, logprob_B = sample(
-            self._logits(hidden_BD),
-            self._to_device(temperature),
+            logits_BV,
+            temperature_B,
             self._to_device(top_p),
             self._to_device(top_k),
             self._to_device(self._noise[rows, at]),
-            plain=bool((temperature > 0).all() and (top_p == 1).all() and not top_k.any()),
+            plain=bool(plain.all()),
         )
+        if self.bitwise:
+            own_B = label_logprobs(logits_BV, token_B, torch.where(temperature_B > 0, temperature_B, 1.0))
+            logprob_B = torch.where(self._to_device(plain), own_B, logprob_B)
         tokens = token_B.cpu().numpy()
         logprobs = logprob_B.float().cpu().numpy()
         self._tokens[rows, at], self._logprobs[rows, at], self._versions[rows, at] = tokens, logprobs, self.version
@@ -403,8 +421,12 @@ class Engine:
             rows, at = row_T[part], position_T[part] + 1
             labels = self._to_device(self._tokens[rows, at].astype(np.int64))
             temperature = self._to_device(self._temperature[rows])
-            logprobs = log_probabilities(self._logits(hidden_TD[self._to_device(part)]), temperature)
-            self._logprobs[rows, at] = logprobs.gather(1, labels[:, None]).squeeze(1).float().cpu().numpy()
+            logits_TV = self._logits(hidden_TD[self._to_device(part)])
+            if self.bitwise:
+                logprobs_T = label_logprobs(logits_TV, labels, temperature)
+            else:
+                logprobs_T = log_probabilities(logits_TV, temperature).gather(1, labels[:, None]).squeeze(1)
+            self._logprobs[rows, at] = logprobs_T.float().cpu().numpy()
 
     # -- ends ----------------------------------------------------------------------------------------------------------
 

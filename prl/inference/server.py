@@ -344,6 +344,7 @@ def engine_of(model: Model, config: RunConfig, name: str) -> Engine:
         record_routes=c.record_routes,
         record_selections=c.record_selections,
         selection_bytes=c.selection_bytes,
+        bitwise=config.run.bitwise,
         name=name,
     )
 

@@ -55,12 +55,25 @@ def logits(hidden_TD: Tensor, weight_VD: Tensor) -> Tensor:
     return _logits_op(hidden_TD, weight_VD)
 
 
-def _labels_in_range(labels_T: Tensor, vocabulary: int) -> None:
+def label_logprobs(logits_TV: Tensor, labels_T: Tensor, temperature_T: Tensor) -> Tensor:
+    """[T] in float32 or wider: what `logprobs` says of these labels, given `logits`; on the backend `cpu` to the last bit."""
+    checks.tensor("label_logprobs", "logits_TV", logits_TV, [None, None], (torch.float32, torch.float64))
+    checks.tensor("label_logprobs", "labels_T", labels_T, [len(logits_TV)], [torch.int64])
+    checks.tensor("label_logprobs", "temperature_T", temperature_T, [len(logits_TV)], [logits_TV.dtype])
+    checks.same_device("label_logprobs", logits_TV=logits_TV, labels_T=labels_T, temperature_T=temperature_T)
+    _labels_in_range(labels_T, logits_TV.shape[1], ignored=False)
+    return _label_op(logits_TV, labels_T, temperature_T)
+
+
+def _labels_in_range(labels_T: Tensor, vocabulary: int, *, ignored: bool = True) -> None:
     """Read on the CPU only: elsewhere that would wait."""
     if labels_T.device.type == "cpu" and not torch.compiler.is_compiling():
-        bad = (labels_T != IGNORE) & ((labels_T < 0) | (labels_T >= vocabulary))
+        bad = (labels_T < 0) | (labels_T >= vocabulary)
+        if ignored:
+            bad &= labels_T != IGNORE
         if bad.any():
-            checks.fail("logprobs", "labels_T", f"0 to {vocabulary - 1} or {IGNORE}", labels_T[bad][0].item())
+            op, more = ("logprobs", f" or {IGNORE}") if ignored else ("label_logprobs", "")
+            checks.fail(op, "labels_T", f"0 to {vocabulary - 1}{more}", labels_T[bad][0].item())
 
 
 def _logits_reference(hidden_TD: Tensor, weight_VD: Tensor) -> Tensor:
@@ -91,6 +104,14 @@ def _logprobs_reference(
         out_3T[:, rows] = torch.stack((logprob, -(log_p.exp() * log_p).sum(-1), total))
     logprob_T, entropy_T, total_T = out_3T.unbind(0)
     return logprob_T.clone(), entropy_T.clone(), total_T.clone()
+
+
+def _label_reference(logits_TV: Tensor, labels_T: Tensor, temperature_T: Tensor) -> Tensor:
+    return (logits_TV / temperature_T[:, None]).log_softmax(-1).gather(1, labels_T[:, None])[:, 0]
+
+
+def _label_fake(logits_TV: Tensor, labels_T: Tensor, temperature_T: Tensor) -> Tensor:
+    return logits_TV.new_empty(logits_TV.shape[0])
 
 
 def _logprobs_fake(
@@ -166,6 +187,12 @@ def _backward_fake(
 
 
 _logits_op = define("logits(Tensor hidden_TD, Tensor weight_VD) -> Tensor", _logits_reference, _logits_fake)
+_label_op = define(
+    "label_logprobs(Tensor logits_TV, Tensor labels_T, Tensor temperature_T) -> Tensor",
+    _label_reference,
+    _label_fake,
+    backends=("cpu",),
+)
 _logprobs_op = define(
     "logprobs(Tensor hidden_TD, Tensor weight_VD, Tensor labels_T, Tensor temperature_T, int chunk)"
     " -> (Tensor, Tensor, Tensor)",

@@ -6,8 +6,8 @@
 * `cuda`: csrc/cuda, through `prl.kernels.cuda.OPS`; GEMMs for Hopper.
 
 `PRL_KERNELS=name` (`launch.kernels` sets it) takes that backend for every op that it should have, or nothing; `cuda` means
-Triton for the ops that have no CUDA kernel. Without it, or where it is empty, an op takes the first of `PREFERENCE` that can
-run it.
+Triton for the ops that have no CUDA kernel. Other ops take the reference. Without it, or where it is empty, an op takes the
+first of `PREFERENCE` that can run it.
 """
 
 from __future__ import annotations
@@ -89,12 +89,10 @@ def _chosen(name: str, device: str, exact: bool, demanded: str | None) -> tuple[
     op = _OPS[name]
     if demanded and demanded not in PREFERENCE:
         raise KernelError(f"kernel {name}: no backend {demanded} (PRL_KERNELS); there are {', '.join(PREFERENCE)}")
-    if not op.backends or demanded == "reference":
+    wanted = "triton" if demanded == "cuda" and "cuda" not in op.backends else demanded
+    if not op.backends or wanted == "reference" or (wanted and wanted not in op.backends):
         return "reference", op.reference
-    if not demanded:
-        candidates = [b for b in PREFERENCE if b in op.backends or b == "reference"]
-    else:
-        candidates = ["triton" if demanded == "cuda" and "cuda" not in op.backends else demanded]
+    candidates = [wanted] if wanted else [b for b in PREFERENCE if b in op.backends or b == "reference"]
     reasons = []
     for backend in candidates:
         why = _why_not(name, backend, device, exact, demanded)

@@ -5,17 +5,20 @@ Legend: T flat tokens, D hidden width, H query heads, G key heads, C width of a 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from prl.kernels.attention import attention_again
 from prl.layers.block import AttentionLayer, LayerInput, Selection
 from prl.layers.layout import Bucket, Layout
+from prl.layers.linear import Linear
 from prl.layers.norm import RMSNorm
 
 
@@ -61,16 +64,27 @@ def _attend(bucket: Bucket, q_BQHC: Tensor, k_BSGC: Tensor, v_BSGC: Tensor) -> T
     return F.scaled_dot_product_attention(q, k, v, attn_mask=bucket.mask_BQS[:, None], enable_gqa=grouped).transpose(1, 2)
 
 
+def attend_in_order(layer: int, q_THC: Tensor, k_TGC: Tensor, v_TGC: Tensor, layout: Layout) -> Tensor:
+    """`attend` in a fixed order. Ranks that share a row gather its keys and values."""
+    k_RGC, v_RGC = layout.keys(layer, "k", k_TGC), layout.keys(layer, "v", v_TGC)
+    width = v_TGC.shape[-1]
+    parts = []
+    for bucket, q_BQHC in zip(layout.buckets, layout.split(q_THC), strict=True):
+        args = q_BQHC, bucket.keys(k_RGC), bucket.keys(v_RGC), width, bucket.mask_BQS, width**-0.5
+        parts.append(attention_again(*args, functools.partial(_attend, bucket)))
+    return layout.merge(parts)
+
+
 class Attention(AttentionLayer):
     def __init__(self, config: AttentionConfig, layer: int):
         super().__init__()
         c = self.config = config
         self.layer = layer
         self.core: Core = attend
-        self.q_proj = nn.Linear(c.hidden, c.heads * c.head_dim, bias=c.qkv_bias)
-        self.k_proj = nn.Linear(c.hidden, c.key_heads * c.head_dim, bias=c.qkv_bias)
-        self.v_proj = nn.Linear(c.hidden, c.key_heads * c.head_dim, bias=c.qkv_bias)
-        self.o_proj = nn.Linear(c.heads * c.head_dim, c.hidden, bias=c.output_bias)
+        self.q_proj = Linear(c.hidden, c.heads * c.head_dim, bias=c.qkv_bias)
+        self.k_proj = Linear(c.hidden, c.key_heads * c.head_dim, bias=c.qkv_bias)
+        self.v_proj = Linear(c.hidden, c.key_heads * c.head_dim, bias=c.qkv_bias)
+        self.o_proj = Linear(c.heads * c.head_dim, c.hidden, bias=c.output_bias)
         self.q_norm = RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else None
         self.k_norm = RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else None
 

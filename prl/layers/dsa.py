@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from prl.kernels.indexer import index_scores, index_select, selection_indices, selection_mask
 from prl.kernels.numerics import wide
 from prl.layers.block import LayerInput, Selection
+from prl.layers.linear import Linear
 
 SPARSE = 4096
 """Buckets of at least so many keys, and twice what the indexer keeps, are attended to by index, not by mask."""
@@ -22,10 +23,10 @@ class Indexer(nn.Module):
     def __init__(self, layer: int, hidden: int, q_latent: int, n_heads: int, width: int, rope_width: int, top_k: int):
         super().__init__()
         self.layer, self.n_heads, self.width, self.rope_width, self.top_k = layer, n_heads, width, rope_width, top_k
-        self.wq_b = nn.Linear(q_latent, n_heads * width, bias=False)
-        self.wk = nn.Linear(hidden, width, bias=False)
+        self.wq_b = Linear(q_latent, n_heads * width, bias=False)
+        self.wk = Linear(hidden, width, bias=False)
         self.k_norm = nn.LayerNorm(width, eps=1e-6)
-        self.weights_proj = nn.Linear(hidden, n_heads, bias=False)
+        self.weights_proj = Linear(hidden, n_heads, bias=False)
 
     def _rotate(self, x_THW: Tensor, rotate: Callable[[Tensor], Tensor]) -> Tensor:
         rotated, rest = x_THW.split((self.rope_width, self.width - self.rope_width), dim=-1)

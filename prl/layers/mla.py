@@ -6,19 +6,26 @@ C key and value latent, X = C + R width of a cached key.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from prl.kernels.attention import attention_again
+from prl.kernels.dense import per_head
 from prl.kernels.latent_attention import latent_attention, sparse_latent_attention
 from prl.layers.block import AttentionLayer, LayerInput, Selection
 from prl.layers.dsa import Indexer
 from prl.layers.layout import Layout
+from prl.layers.linear import Linear
 from prl.layers.norm import RMSNorm
 
 
 class MLA(AttentionLayer):
+    in_order = False
+    """Whether everything is computed in a fixed order (`prl.models.bitwise`)."""
+
     def __init__(
         self,
         layer: int,
@@ -37,13 +44,13 @@ class MLA(AttentionLayer):
         super().__init__()
         self.layer, self.n_heads, self.kv_latent = layer, n_heads, kv_latent
         self.nope_width, self.rope_width, self.value_width = nope_width, rope_width, value_width
-        self.q_a_proj = nn.Linear(hidden, q_latent, bias=bias)
+        self.q_a_proj = Linear(hidden, q_latent, bias=bias)
         self.q_a_layernorm = RMSNorm(q_latent, 1e-6)
-        self.q_b_proj = nn.Linear(q_latent, n_heads * (nope_width + rope_width), bias=False)
-        self.kv_a_proj_with_mqa = nn.Linear(hidden, kv_latent + rope_width, bias=bias)
+        self.q_b_proj = Linear(q_latent, n_heads * (nope_width + rope_width), bias=False)
+        self.kv_a_proj_with_mqa = Linear(hidden, kv_latent + rope_width, bias=bias)
         self.kv_a_layernorm = RMSNorm(kv_latent, 1e-6)
-        self.kv_b_proj = nn.Linear(kv_latent, n_heads * (nope_width + value_width), bias=False)
-        self.o_proj = nn.Linear(n_heads * value_width, hidden, bias=bias)
+        self.kv_b_proj = Linear(kv_latent, n_heads * (nope_width + value_width), bias=False)
+        self.o_proj = Linear(n_heads * value_width, hidden, bias=bias)
         self.indexer = indexer
 
     def cache_spec(self) -> list[tuple[int, str, tuple[int, ...]]]:
@@ -61,7 +68,10 @@ class MLA(AttentionLayer):
         nope_THN, rope_THR = (
             self.q_b_proj(q_TL).unflatten(-1, (self.n_heads, -1)).split((self.nope_width, self.rope_width), dim=-1)
         )
-        latent_THC = torch.bmm(nope_THN.transpose(0, 1), up_HNC).transpose(0, 1)
+        if self.in_order:
+            latent_THC = per_head(nope_THN, up_HNC, transposed=True)
+        else:
+            latent_THC = torch.bmm(nope_THN.transpose(0, 1), up_HNC).transpose(0, 1)
         return torch.cat((latent_THC, rotate(rope_THR)), -1)
 
     def forward(self, x_TD: Tensor, inputs: LayerInput) -> tuple[Tensor, Selection | None]:
@@ -82,7 +92,19 @@ class MLA(AttentionLayer):
         rows_GX = layout.keys(self.layer, "kv", key_TX)
         for bucket, q_BQHX, kept in zip(layout.buckets, layout.split(q_THX), selection.kept, strict=True):
             attend = latent_attention if kept.dtype == torch.bool else sparse_latent_attention
-            out_BQHC = attend(q_BQHX, bucket.keys(rows_GX), kept, self.kv_latent, scale)
-            out_HPV = torch.bmm(out_BQHC.flatten(0, 1).transpose(0, 1), up_HVC.transpose(1, 2))
-            parts.append(out_HPV.transpose(0, 1).reshape(*q_BQHX.shape[:2], -1))
+            keys_BSX, c = bucket.keys(rows_GX), self.kv_latent
+            if self.in_order:
+                again = functools.partial(_again, attend, kept, c, scale)
+                out_PHC = attention_again(q_BQHX, keys_BSX[:, :, None], None, c, kept, scale, again).flatten(0, 1)
+                out_PHV = per_head(out_PHC, up_HVC)
+            else:
+                out_PHC = attend(q_BQHX, keys_BSX, kept, c, scale).flatten(0, 1)
+                out_PHV = torch.bmm(out_PHC.transpose(0, 1), up_HVC.transpose(1, 2)).transpose(0, 1)
+            parts.append(out_PHV.reshape(*q_BQHX.shape[:2], -1))
         return layout.merge(parts)
+
+
+def _again(
+    attend: Callable[..., Tensor], kept: Tensor, value_width: int, scale: float, q_BQHX: Tensor, keys_BSGX: Tensor
+) -> Tensor:
+    return attend(q_BQHX, keys_BSGX[:, :, 0], kept, value_width, scale)

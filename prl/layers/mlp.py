@@ -6,16 +6,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from prl.kernels.dense import linear
 from prl.kernels.swiglu import swiglu
+from prl.layers.linear import Linear
 
 
 class MLP(nn.Module):
+    in_order = False
+    """As of its linear layers."""
+
     def __init__(self, hidden: int, width: int):
         super().__init__()
-        self.gate_proj = nn.Linear(hidden, width, bias=False)
-        self.up_proj = nn.Linear(hidden, width, bias=False)
-        self.down_proj = nn.Linear(width, hidden, bias=False)
+        self.gate_proj = Linear(hidden, width, bias=False)
+        self.up_proj = Linear(hidden, width, bias=False)
+        self.down_proj = Linear(width, hidden, bias=False)
 
     def forward(self, x_TD: Tensor) -> Tensor:
         gate_up_JD = torch.cat((self.gate_proj.weight, self.up_proj.weight))  # one GEMM, and SwiGLU in one pass over its output
-        return self.down_proj(swiglu(F.linear(x_TD, gate_up_JD)))
+        gate_up_TJ = linear(x_TD, gate_up_JD) if self.in_order else F.linear(x_TD, gate_up_JD)
+        return self.down_proj(swiglu(gate_up_TJ))

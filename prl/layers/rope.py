@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from prl.kernels.numerics import wide
+from prl.kernels.rope import rotate_pairs
 
 
 class RopeParameters(Protocol):
@@ -35,11 +36,17 @@ class RopeParameters(Protocol):
     def interleaved(self) -> bool: ...
 
 
+BLOCK = 32
+"""Positions of a table's block: so few numbers that one thread makes them."""
+
+
 class Rope:
     def __init__(self, parameters: RopeParameters):
         self.parameters = parameters
-        self.rotate = rotate_interleaved if parameters.interleaved else rotate_half_split
         self._frequencies: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+        self.in_order = False
+        """Whether angles and rotation of a position are the same bits whatever comes with it (`prl.models.bitwise`)."""
+        self._tables: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
 
     def frequencies(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         """[R / 2]: radians per position of each pair."""
@@ -50,8 +57,26 @@ class Rope:
     def angles(self, positions_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """(cos, sin), each [T, R / 2], in the wider of float32 and `dtype`."""
         dtype = torch.promote_types(dtype, torch.float32)
+        if self.in_order:
+            return self._from_table(positions_T, dtype)
         angle = positions_T[:, None].to(dtype) * self.frequencies(dtype, positions_T.device)
         return angle.cos(), angle.sin()
+
+    def rotate(self, x_THR: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
+        """[T, H, R] in the type of x, at the angles of `angles`."""
+        if not self.parameters.interleaved:
+            return rotate_half_split(x_THR, cos_TR, sin_TR)
+        return (rotate_pairs if self.in_order else rotate_interleaved)(x_THR, cos_TR, sin_TR)
+
+    def _from_table(self, positions_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Vectorised cosines may differ in the last bit with their place among others, so each block is always made alike."""
+        frequencies = self.frequencies(dtype, positions_T.device)
+        blocks = self._tables.setdefault((dtype, positions_T.device), [])
+        for first in range(len(blocks) * BLOCK, int(positions_T.max()) + 1 if len(positions_T) else 0, BLOCK):
+            angle = torch.arange(first, first + BLOCK, dtype=dtype, device=positions_T.device)[:, None] * frequencies
+            blocks.append(torch.stack((angle.cos(), angle.sin())))
+        cos_TR, sin_TR = (torch.cat(blocks, 1) if len(blocks) > 1 else blocks[0]).index_select(1, positions_T)
+        return cos_TR, sin_TR
 
 
 def _frequencies(p: RopeParameters, dtype: torch.dtype, device: torch.device) -> Tensor:

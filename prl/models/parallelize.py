@@ -24,7 +24,7 @@ from prl.distributed.expert import AllToAll
 from prl.distributed.mesh import Mesh
 from prl.distributed.sharded import across_experts
 from prl.layers import context
-from prl.layers.attention import Attention
+from prl.layers.attention import Attention, attend
 from prl.layers.moe import Dispatcher, Experts
 from prl.models.base import Model
 from prl.models.spec import ModelSpec
@@ -56,11 +56,12 @@ def _dispatcher(spec: ModelSpec, group: ProcessGroup, device: torch.device, sett
 
 
 def share_rows(model: Model, mesh: Mesh) -> None:
-    """Attention that works where the ranks of a stream share its rows; latent attention needs nothing but the layout."""
+    """Attention that works where the ranks of a stream share its rows; latent attention needs nothing but the layout, nor does
+    that of the bitwise mode, which gathers keys and values."""
     ranks = mesh.shape.context
     if ranks == 1:
         return
-    for attention in (m for m in model.modules() if isinstance(m, Attention)):
+    for attention in (m for m in model.modules() if isinstance(m, Attention) and m.core is attend):
         c = attention.config
         attention.core = context.core(ranks, c.heads, c.key_heads)
         if attention.core is context.ring and attention.layer == 0 and mesh.main:

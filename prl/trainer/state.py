@@ -23,6 +23,7 @@ from prl.kernels.weights import gather_as_fp8, weights_changed
 from prl.layers.moe import Experts, set_precision
 from prl.models import lora
 from prl.models.base import ForwardInput, ForwardOutput, Model
+from prl.models.bitwise import fix_order
 from prl.models.compile import compile_blocks
 from prl.models.hf import read_hf
 from prl.models.offload import Offload
@@ -87,6 +88,8 @@ class TrainState:
                 f"model.frozen: {', '.join(config.model.frozen)} freezes every parameter; nothing is left to train"
             )
         split_experts(model, mesh, config.trainer.mesh)
+        if config.run.bitwise:
+            fix_order(model, mesh.device)
         share_rows(model, mesh)
         self.adapted = lora.adapt(model, config.trainer.lora) if config.trainer.lora else {}
         """Name → scale of the weights that have adapters."""

@@ -27,6 +27,8 @@ def config(*changes: dict[str, Any]) -> RunConfig:
 
 def test_the_sound_ones_break_none() -> None:
     assert broken_rules(config()) == [] == broken_rules(config(DETERMINISTIC))
+    bitwise = {"run": {"bitwise": True}, "trainer": {"ranks": 2, "mesh": {"ep": 1, "cp": 2}}, "launch": {"kernels": "cpu"}}
+    assert broken_rules(config(bitwise)) == []
 
 
 @pytest.mark.parametrize(
@@ -42,6 +44,27 @@ def test_the_sound_ones_break_none() -> None:
             {"model": {"architecture": {"moe_intermediate_size": 192}}, "inference": {"precision": "fp8"}},
             "inference.precision",
             "for moe_intermediate_size, which is 192; set model.architecture.moe_intermediate_size=256, or bf16",
+        ),
+        ({"run": {"bitwise": True}, "inference": {"dtype": "bfloat16"}}, "inference.dtype", "expected model.dtype = float32"),
+        ({"run": {"bitwise": True}, "trainer": {"compile": True}}, "trainer.compile", "run.bitwise"),
+        ({"run": {"bitwise": True}, "trainer": {"lora": {}}}, "trainer.lora", "run.bitwise"),
+        ({"run": {"bitwise": True}, "launch": {"kernels": "triton"}}, "launch.kernels", "expected cpu, got triton"),
+        ({"run": {"bitwise": True}, "inference": {"precision": "fp8"}}, "inference.precision", "trainer.precision = bf16"),
+        (
+            {
+                "run": {"bitwise": True},
+                "model": {"dtype": "bfloat16"},
+                "trainer": {"precision": "fp8"},
+                "inference": {"precision": "fp8", "dtype": "bfloat16"},
+            },
+            "model.dtype",
+            "expected float32 with fp8, got bfloat16; run.bitwise",
+        ),
+        ({"run": {"bitwise": True}, "trainer": {"ranks": 2}}, "trainer.mesh.ep", "expected 1, got auto; run.bitwise"),
+        (
+            {"run": {"bitwise": True}, "model": {"dtype": "float64"}, "inference": {"dtype": "float64"}},
+            "model.dtype",
+            "expected bfloat16 or float32",
         ),
         ({"trainer": {"recompute": "selective", "recompute_targets": []}}, "trainer.recompute_targets", "at least one part"),
         ({"trainer": {"ranks": 6, "mesh": {"cp": 4}}}, "trainer.mesh.cp", "such as 3 or 6"),

@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 
+import prl.kernels.dense  # noqa: F401
 from prl.kernels import registry
 from prl.kernels.quantise import quantise_rows
 from prl.kernels.registry import KernelError
@@ -36,6 +37,16 @@ def test_a_demanded_backend_runs_or_is_an_error(fresh):
         quantise_rows(torch.zeros(1, 128))
     fresh.setenv("PRL_KERNELS", "reference")
     assert quantise_rows(torch.zeros(1, 128))[1].item() == 1
+
+
+def test_an_op_that_should_not_have_a_demanded_backend_takes_the_reference(fresh):
+    """Those of the bitwise mode are the CPU's."""
+    for demanded in ("triton", "cuda"):
+        assert registry._chosen("linear", "cpu", False, demanded)[0] == "reference"
+    fresh.setenv("PRL_KERNELS", "cpu")
+    without(fresh, "cpu")
+    with pytest.raises(KernelError, match="kernel linear on cpu: cpu: missing here"):
+        registry.backend_of("linear")
 
 
 def test_demands_that_make_no_sense_are_named(fresh):

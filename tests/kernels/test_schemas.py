@@ -52,6 +52,10 @@ def samples():
         "logits": (hidden, head),
         "logprobs": (grad(hidden), grad(head), labels, ones, 2),
         "logprobs_backward": (ones, None, hidden, head, labels, ones, entropy, total, 2, True, False),
+        "label_logprobs": (hidden @ head.T, labels.clamp(min=0), ones),
+        "linear": (grad(hidden), grad(head)),
+        "attention": (torch.randn(2, 3, 4, 8), torch.randn(2, 9, 2, 8), None, 5, index > -9, 0.3),
+        "rotate_pairs": (grad(torch.randn(5, 2, 6)), torch.randn(5, 3), torch.randn(5, 3)),
         "index_scores": (torch.randn(2, 3, 4, 8), torch.randn(2, 9, 8), torch.rand(2, 3, 4)),
         "index_select": (index, index > 0, 4),
     }

@@ -5,8 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from prl.kernels import registry
 from prl.layers.norm import RMSNorm
 from prl.layers.rope import Rope, rotate_half_split, rotate_interleaved
+from prl.models.bitwise import SPLIT
 
 
 def test_rms_norm_in_float32_or_wider():
@@ -74,3 +76,44 @@ def test_scaled_frequencies(kind):
         torch.testing.assert_close(scaled[long], plain[long] / 4)
         between = scaled[~short & ~long]
         assert (between < plain[~short & ~long]).all() and (between > plain[~short & ~long] / 4).all()
+
+
+@pytest.mark.skipif(registry.unavailable("cpu") is not None, reason="needs the CPU kernels")
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_in_order_a_rotation_depends_on_its_position_alone(interleaved, dtype):
+    """Bit for bit, also where vectors end: 7 pairs, 1 and 3 heads, any number of tokens."""
+    plain, rope = (Rope(parameters(interleaved=interleaved, dim=14)) for _ in range(2))
+    rope.in_order = True
+    positions = torch.cat((torch.randperm(77), torch.tensor([400])))
+    for heads in (1, 3):
+        x = torch.randn(78, heads, 14 if interleaved else 18).to(dtype)
+        whole = rope.rotate(x, *rope.angles(positions, dtype))
+        for some in (slice(0, 1), slice(5, 8), slice(40, 78)):
+            assert torch.equal(rope.rotate(x[some], *rope.angles(positions[some], dtype)), whole[some])
+        expected = plain.rotate(x, *plain.angles(positions, dtype))
+        assert (whole - expected).abs().max() <= (2**-7 if dtype == torch.bfloat16 else 1e-4)
+        a, b = (x[..., i::2] for i in (0, 1)) if interleaved else (x[..., :7], x[..., 7:14])
+        cos, sin = (t[:, None] for t in rope.angles(positions, dtype))
+        first = whole[..., ::2] if interleaved else whole[..., :7]
+        assert torch.equal(first, (a * cos - b * sin).to(dtype))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_norms_of_a_row_depend_on_it_alone(dtype, threads):
+    """Bit for bit: what the bitwise mode leaves to torch, up to the width that it takes."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for width in (20, 64, 130, 2048, SPLIT - 1):
+            x = (torch.randn(12, width) * 3).to(dtype)
+            layer = torch.nn.LayerNorm(width, dtype=dtype)
+            for norm in (RMSNorm(width, 1e-5).to(dtype), layer):
+                whole = norm(x)
+                for rows in (slice(0, 1), slice(3, 10), slice(11, 12)):
+                    assert torch.equal(norm(x[rows]), whole[rows]), (width, type(norm).__name__)
+                wide = torch.cat((x, x), -1)[:, :width]  # a slice of a projection's output
+                assert torch.equal(norm(wide)[5], whole[5])
+    finally:
+        torch.set_num_threads(before)
