@@ -190,6 +190,9 @@ def _bitwise(c: RunConfig) -> Found:
             "inference.precision",
             f"expected trainer.precision = {t.precision}, got {i.precision}; run.bitwise needs it",
         )
+    if t.precision == i.precision == "fp8" and c.model.dtype == "bfloat16":
+        why = "the engine quantises what is published in bfloat16, the trainer its float32 masters"
+        yield "model.dtype", f"expected float32 with fp8, got bfloat16; run.bitwise needs it: {why}"
     if t.compile:
         yield "trainer.compile", "expected false; run.bitwise needs it: compiled blocks sum in an order of their own"
     if t.ranks > 1 and t.mesh.ep != 1:
