@@ -287,12 +287,6 @@ def _control(c: RunConfig) -> Found:
         yield "control", "is more SFT on the worked answers of sft, which is not set"
 
 
-@_reads("trainer.compile", "trainer.mesh")
-def _compile(c: RunConfig) -> Found:
-    if c.trainer.compile and c.trainer.mesh.cp not in ("auto", 1):
-        yield "trainer.compile", f"expected false with trainer.mesh.cp = {c.trainer.mesh.cp}: later steps would compile again"
-
-
 @_reads("trainer.recompute", "trainer.recompute_targets")
 def _recompute(c: RunConfig) -> Found:
     if c.trainer.recompute == "selective" and not c.trainer.recompute_targets:

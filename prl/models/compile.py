@@ -21,6 +21,8 @@ from prl.models.base import Model
 def compile_blocks(model: Model) -> None:
     """Before `recompute`, whose wholes are around the graphs."""
     _leave_out()
+    # Else a count of tokens that equals a width once is taken for that width for good.
+    torch.fx.experimental._config.use_duck_shape = False
     for block in model.layers:
         block.forward = torch.compile(block.forward, dynamic=True)
 

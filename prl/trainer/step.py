@@ -129,7 +129,7 @@ def inputs(
             layout=PackedLayout(mb.lengths.tolist(), device, shard=shard),
             routes_TLK=None if routes is None else part(routes),
             routed_T=None if routes is None else part(s.routed),
-            padding_T=part(padding) if padding.any() else None,
+            padding_T=part(padding),
             selections_TAS=selections if replay_selections else None,
             record_selections=not replay_selections and selections is not None,
         ),

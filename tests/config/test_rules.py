@@ -93,7 +93,6 @@ def test_the_sound_ones_break_none() -> None:
         ),
         ({"envs": [], "sft": {"data": [{"path": "x"}], "stop_at": 0.5}}, "sft.stop_at", "envs is empty"),
         ({"sft": {"max_length": 9000}}, "sft.max_length", "at most trainer.pack_tokens = 8192"),
-        ({"trainer": {"compile": True, "ranks": 2, "mesh": {"cp": 2}}}, "trainer.compile", "false with trainer.mesh.cp = 2"),
         ({"trainer": {"keep_gathered": ["("]}}, "trainer.keep_gathered.0", "regular expression"),
         ({"model": {"frozen": ["a", "("]}}, "model.frozen.1", "regular expression"),
         ({"tokenizer": {"path": "x"}}, "tokenizer", "got both"),

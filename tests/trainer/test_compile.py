@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from prl.samples import pack
+from prl.samples import Rollout, pack, pad
 from prl.trainer.step import Stepper, StepReport
 from tests.distributed.ranks import Ranks
 from tests.trainer import invariance
-from tests.trainer.helpers import rollouts
+from tests.trainer.helpers import rollouts, sample
 from tests.trainer.invariance import Case, train, worst
 from tests.trainer.test_recompute import ADAPTED, KINDS, glm_5, glm_45
 
@@ -58,6 +58,19 @@ def test_every_length_finds_its_graphs(make: Any, tracing: None) -> None:
     assert seen[1:] == seen[:1] * (len(seen) - 1), "none is compiled after the first step"
     blocks = 3
     assert 0 < got[0].metrics["compile"]["graph_breaks"] <= 3 * blocks
+
+
+def test_a_count_of_tokens_that_is_a_width_and_padding_find_their_graphs(tracing: None) -> None:
+    """The first row has as many tokens as the model is wide; of later ones some end in padding."""
+    stepper = glm_45("float64", compile=True)
+    seen = []
+    for step, (lengths, multiple) in enumerate([((20, 12), 1), ((20, 9), 1), ((11, 8), 4)], 1):
+        rng = np.random.default_rng(step)
+        samples = [sample(rng, 2, n - 2) for n in lengths]
+        (batch,) = pack([Rollout("r", "e", "t", 0, 0, samples=samples)], step=step, budget=64, ranks=1)
+        batch.micro_batches[:] = [pad(mb, multiple) for mb in batch.micro_batches]
+        seen.append(stepper(batch).metrics["compile"]["graphs"])
+    assert seen == seen[:1] * 3
 
 
 @pytest.mark.long
@@ -110,8 +123,10 @@ def compiled(rank: int, case: Case) -> tuple[dict[str, np.ndarray], list[dict[st
         Case(2, {"ep": 2}, {"compile": True, "recompute": "full"}),
         Case(2, {"ep": 2}, {"compile": True, **ALL_PARTS}),
         Case(2, {"ep": 1}, {"compile": True, "recompute": "full", "offload_activations": 1}, lora=ADAPTED),
+        Case(2, {"cp": 2, "ep": 2}, {"compile": True, "recompute": "full"}, pack_tokens=28),
+        Case(2, {"cp": 2, "ep": 1}, {"compile": True}, architecture="qwen3, three heads", rollouts=9),
     ],
-    ids=["fsdp", "experts, full", "experts, all parts", "adapters, everything"],
+    ids=["fsdp", "experts, full", "experts, all parts", "adapters, everything", "shared rows", "ring"],
 )
 def test_ranks(case: Case, ranks: Ranks) -> None:
     expected = ranks.run(1, train, case.alone(), timeout_s=300)[0]
