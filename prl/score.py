@@ -71,12 +71,25 @@ def read_tokens(file: Path, spec: ModelSpec) -> list[np.ndarray]:
 
 
 def score(
-    model: Model, token_lists: Sequence[np.ndarray], engine: EngineName, *, selections: bool = False, chunk: int = 1
+    model: Model,
+    token_lists: Sequence[np.ndarray],
+    engine: EngineName,
+    *,
+    selections: bool = False,
+    chunk: int = 1,
+    bitwise: bool = False,
 ) -> list[Scores]:
-    """Every line's scores in float32; `chunk` is of the embedded engine: tokens per cached forward, 0 for as many as fit."""
+    """Every line's scores in float32; `chunk` is of the embedded engine: tokens per cached forward, 0 for as many as fit.
+
+    With `bitwise` the model computes in the fixed order of `run.bitwise` from now on. SetupError where it cannot.
+    """
+    if bitwise:
+        from prl.models.bitwise import fix_order
+
+        fix_order(model, model.lm_head_weight.device)
     if engine == "trainer":
         return _score_trainer(model, token_lists, selections)
-    return _score_embedded(model, token_lists, selections, chunk)
+    return _score_embedded(model, token_lists, selections, chunk, bitwise)
 
 
 def _score_trainer(model: Model, token_lists: Sequence[np.ndarray], selections: bool) -> list[Scores]:
@@ -108,7 +121,9 @@ def _score_trainer(model: Model, token_lists: Sequence[np.ndarray], selections: 
     return [out[i] for i in range(len(token_lists))]
 
 
-def _score_embedded(model: Model, token_lists: Sequence[np.ndarray], selections: bool, chunk: int) -> list[Scores]:
+def _score_embedded(
+    model: Model, token_lists: Sequence[np.ndarray], selections: bool, chunk: int, bitwise: bool
+) -> list[Scores]:
     """The embedded engine's forward: line by line, `chunk` tokens at a time on the cached keys of those before."""
     from prl.inference.engine import Engine
 
@@ -122,6 +137,7 @@ def _score_embedded(model: Model, token_lists: Sequence[np.ndarray], selections:
         block_size=block,
         record_selections=selections,
         selection_bytes=SELECTION_BYTES,
+        bitwise=bitwise,
         name="embedded",
     )
     return [Scores(s.logprobs, s.routes, s.selections) for s in engine.score(token_lists, chunk=chunk)]
@@ -261,6 +277,7 @@ def command(
     chunk: Annotated[
         int, typer.Option(min=0, help="Embedded: tokens per cached forward; 1 as it decodes, 0 whole prompts.")
     ] = 1,
+    bitwise: Annotated[bool, typer.Option("--bitwise", help="In the fixed order of run.bitwise.")] = False,
     tolerance: Annotated[float, typer.Option(min=0, help="The table names the first token that differs by more.")] = 1e-4,
 ) -> None:
     try:
@@ -283,11 +300,15 @@ def command(
         raise typer.Exit(2) from None
     width = 4 * len(spec.indexed_layers) * spec.index_topk
     record = against is not None and 0 < width * sum(map(len, token_lists)) <= SELECTION_BYTES
-    scores = score(model, token_lists, engine, selections=record, chunk=chunk)
+    try:
+        scores = score(model, token_lists, engine, selections=record, chunk=chunk, bitwise=bitwise)
+    except SetupError as e:
+        print(f"error: {e}", file=sys.stderr)
+        raise typer.Exit(2) from None
     for s in scores:
         print(as_json(s, routes=routes))
     if against is not None:
-        other = score(model, token_lists, against, selections=record, chunk=chunk)
+        other = score(model, token_lists, against, selections=record, chunk=chunk, bitwise=bitwise)
         difference = compare(scores, other, tolerance=tolerance)
         Console(stderr=True).print(table(difference, engine, against, tolerance=tolerance))
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import subprocess
 import sys
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from prl.kernels import registry
 from prl.layers.layout import PackedLayout
 from prl.models.base import ForwardInput
 from prl.models.hf import load_hf, save_hf
@@ -116,6 +118,15 @@ def test_bfloat16_differs_from_float32_and_says_so(folder, tokens, capsys):
 def scores(logprobs, routes=None, selections=None):
     array = lambda a: None if a is None else np.array(a)  # noqa: E731
     return Scores(np.array(logprobs, np.float32), array(routes), array(selections))
+
+
+@pytest.mark.skipif(registry.unavailable("cpu") is not None, reason="needs the CPU kernels")
+def test_in_the_bitwise_order_nothing_differs(folder, tokens, capsys, monkeypatch):
+    args = [str(folder), "--tokens", str(tokens), "--dtype", "bfloat16", "--against", "embedded", "--bitwise"]
+    assert main(args) == 0
+    assert re.search(r"max \|d\| +│ +0 ", capsys.readouterr().err)
+    monkeypatch.setenv("PRL_KERNELS", "reference")
+    assert main(args) == 2 and "run.bitwise: attention would run on reference" in capsys.readouterr().err
 
 
 def test_differences_by_hand():

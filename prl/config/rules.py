@@ -179,17 +179,11 @@ def _bitwise(c: RunConfig) -> Found:
     if i.engine != "embedded":
         yield "inference.engine", f"expected embedded; run.bitwise needs it: {i.engine} sums in an order of its own"
     if c.model.dtype == "float64":
-        yield (
-            "model.dtype",
-            "expected bfloat16 or float32; run.bitwise needs it: no kernel computes float64",
-        )
+        yield "model.dtype", "expected bfloat16 or float32; run.bitwise needs it: no kernel computes float64"
     if i.dtype != c.model.dtype:
         yield "inference.dtype", f"expected model.dtype = {c.model.dtype}, got {i.dtype}; run.bitwise needs it"
     if i.precision != t.precision:
-        yield (
-            "inference.precision",
-            f"expected trainer.precision = {t.precision}, got {i.precision}; run.bitwise needs it",
-        )
+        yield "inference.precision", f"expected trainer.precision = {t.precision}, got {i.precision}; run.bitwise needs it"
     if t.precision == i.precision == "fp8" and c.model.dtype == "bfloat16":
         why = "the engine quantises what is published in bfloat16, the trainer its float32 masters"
         yield "model.dtype", f"expected float32 with fp8, got bfloat16; run.bitwise needs it: {why}"
@@ -199,10 +193,7 @@ def _bitwise(c: RunConfig) -> Found:
         why = "sums over experts of several ranks are rounded once per rank"
         yield "trainer.mesh.ep", f"expected 1, got {t.mesh.ep}; run.bitwise needs it: {why}"
     if t.lora is not None:
-        yield (
-            "trainer.lora",
-            "expected none; run.bitwise needs it: merged weights are not shown to be equal to the last bit",
-        )
+        yield "trainer.lora", "expected none; run.bitwise needs it: merged weights are not shown to be equal to the last bit"
     if c.launch.kernels not in (None, "cpu"):
         yield "launch.kernels", f"expected cpu, got {c.launch.kernels}; run.bitwise needs it: no other backend fixes the order"
 
