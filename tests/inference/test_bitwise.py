@@ -187,6 +187,25 @@ def test_tokens_after_updates_in_flight_are_the_trainers(name: str, replay: bool
     assert seen > 60 and any(len(set(g.versions.tolist())) > 1 for g in done.values())
 
 
+def test_no_request_reads_keys_of_older_weights(rng: np.random.Generator) -> None:
+    """With the same salt, as a rollout's later turns have it: hits of prefixes are of the present weights."""
+    old, new = (fixed(make("qwen3_moe", seed=seed)) for seed in range(2))
+    served = engine(make("qwen3_moe"), block_size=4)
+    request = GenerateRequest(rng.integers(0, VOCABULARY, 24, dtype=np.int32), 5, TEMPERATURE, seed=1, request_id="r")
+    hits = 0
+    for model, version, more in ((old, 0, 0), (new, 1, 0), (new, 1, 20)):
+        if served.version != version:
+            served.load_weights(version, model.state_dict())
+        served.add(request)
+        while served.ready:
+            for event in served.step():
+                g = event.generation
+        (trained,) = packed(model, [[np.concatenate([request.tokens, g.tokens])]])
+        assert np.array_equal(trained[len(request.tokens) - 1 :], g.logprobs)
+        hits += more
+        assert served.counts["prefix_hits"] == hits
+
+
 def test_gradients_are_those_of_the_usual_order(rng: np.random.Generator) -> None:
     for name in ("glm4_moe", "glm_moe_dsa"):
         given = lines(rng)[:5]
