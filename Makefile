@@ -1,6 +1,6 @@
 # Everything sets itself up: the virtual environment is made on first use and renewed when the requirements
 # or the compiled sources change.
-#   make demo            the main job: SFT, then asynchronous RL, then the control (SEED=n, RANKS=n)
+#   make demo            the main job: SFT, then asynchronous RL, then the control (SEED=n, RANKS=n, PRECISION=fp8)
 #   make test            the tests;  make test-long: the slow ones;  make lint: ruff and mypy
 #   make test-slurm      the tests on a Slurm cluster that they bring up on this machine (root; installs Debian's Slurm)
 #   make demo-seeds      three seeds, result kept in bench/results/
@@ -18,8 +18,11 @@ VENV ?= .venv
 PEERS_VENV ?= .venv-peers
 SEED ?= 0
 RANKS ?= 1
-# A run that goes on keeps its ranks unless RANKS is given.
-GIVEN_RANKS := $(if $(filter file,$(origin RANKS)),,trainer.ranks=$(RANKS))
+PRECISION ?= bf16
+# A run that goes on keeps its ranks and precision unless they are given.
+RANKS_SET := trainer.ranks=$(RANKS)
+PRECISION_SET := trainer.precision=$(PRECISION) inference.precision=$(PRECISION)
+GIVEN := $(if $(filter file,$(origin RANKS)),,$(RANKS_SET)) $(if $(filter file,$(origin PRECISION)),,$(PRECISION_SET))
 TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
 
@@ -56,9 +59,9 @@ $(READY): pyproject.toml setup.py $(wildcard csrc/cpu/* csrc/cuda/*.*) | check-p
 demo: $(READY)
 	@if test -f outputs/demo-$(SEED)/config.yaml; then \
 	  echo "make: going on with outputs/demo-$(SEED) (remove it to start anew)"; \
-	  exec $(BIN)/python -m prl.rl --resume outputs/demo-$(SEED) $(GIVEN_RANKS); \
+	  exec $(BIN)/python -m prl.rl --resume outputs/demo-$(SEED) $(GIVEN); \
 	else \
-	  exec $(BIN)/python -m prl.rl configs/demo.yaml run.name=demo-$(SEED) run.seed=$(SEED) trainer.ranks=$(RANKS); \
+	  exec $(BIN)/python -m prl.rl configs/demo.yaml run.name=demo-$(SEED) run.seed=$(SEED) $(RANKS_SET) $(PRECISION_SET); \
 	fi
 
 demo-seeds: $(READY)

@@ -57,13 +57,15 @@ def _model_source(c: RunConfig) -> Found:
         yield "model", f"expected exactly one of path (weights to start from) and architecture (fresh weights), got {got}"
 
 
-@_reads("model.frozen", "trainer.keep_gathered", "trainer.lora")
+@_reads("model.frozen", "trainer.keep_gathered", "trainer.lora", "trainer.fp8_layers", "inference.fp8_layers")
 def _patterns(c: RunConfig) -> Found:
     lora = [] if c.trainer.lora is None else c.trainer.lora.targets
     for path, patterns in (
         ("model.frozen", c.model.frozen),
         ("trainer.keep_gathered", c.trainer.keep_gathered),
         ("trainer.lora.targets", lora),
+        ("trainer.fp8_layers", c.trainer.fp8_layers),
+        ("inference.fp8_layers", c.inference.fp8_layers or []),
     ):
         for i, pattern in enumerate(patterns):
             try:

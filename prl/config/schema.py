@@ -179,7 +179,10 @@ class Trainer(Section):
     ranks: PositiveInt = 1
     mesh: Mesh = Mesh()
     precision: Precision = "bf16"
-    """What the routed experts compute in: `model.dtype` (bf16), or block-scaled FP8, the masters quantised once a step."""
+    """What `fp8_layers` compute in: `model.dtype` (bf16), or block-scaled FP8."""
+    fp8_layers: list[str] = [".*"]
+    """Names or regular expressions (fullmatch) of layers, such as `model.layers.3.mlp.experts`; default: all that can be FP8,
+    which are routed experts and linear layers whose widths are multiples of 128."""
     steps: PositiveInt = 100
     pack_tokens: PositiveInt = 8192
     """Token budget of one micro-batch."""
@@ -216,7 +219,9 @@ class Inference(Section):
     replicas: PositiveInt = 1
     dtype: DType = "float32"
     precision: Precision = "bf16"
-    """What the routed experts compute in: `dtype` (bf16), or block-scaled FP8."""
+    """What `fp8_layers` compute in: `dtype` (bf16), or block-scaled FP8."""
+    fp8_layers: list[str] | None = None
+    """As trainer.fp8_layers, which is the default."""
     max_batch: PositiveInt = 128
     """Sequences decoded together."""
     max_prefill_tokens: PositiveInt = 2048

@@ -31,6 +31,7 @@ from prl.inference.sampling import log_probabilities, noise, sample
 from prl.kernels import registry
 from prl.kernels.lm_head import label_logprobs, logits
 from prl.kernels.weights import weights_changed
+from prl.models import precision
 from prl.models.base import ForwardInput
 from prl.models.bitwise import fix_order
 from prl.models.spec import ModelSpec
@@ -128,6 +129,8 @@ class Engine:
         if bitwise:
             fix_order(model, self.device)  # type: ignore[arg-type]
         registry.backends(self.device.type)  # a demand that cannot be met is told before the first request
+        self.fp8 = precision.layers_in(precision.held(model))
+        """Layers that compute in FP8."""
         self.held = False
         self.counts = dict.fromkeys(
             ("prompt", "generated", "prefix_queries", "prefix_hits", "steps", "forwarded", "recomputed"), 0
@@ -163,7 +166,7 @@ class Engine:
         self._ids: set[str] = set()
         self._out: list[Event] = []
         self._scored: dict[str, Scored] = {}
-        self._weights = dict(model.state_dict())
+        self._weights = precision.held(model)
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -250,7 +253,10 @@ class Engine:
         return len(wanted)
 
     def load_weights(self, version: int, tensors: Mapping[str, Tensor]) -> None:
-        """Take over new weights, between two steps. Nothing changes unless every tensor is there in its right shape."""
+        """Take over new weights, between two steps; of layers in FP8 codes and scales. Nothing changes unless every tensor is
+        there in its right shape, and no layer is FP8 here or there alone: ValueError."""
+        if apart := precision.differences(self.fp8, precision.layers_in(tensors), ("this engine", "the weights")):
+            raise ValueError(f"weights of version {version}: layers in FP8: {apart}")
         missing, unknown = self._weights.keys() - tensors.keys(), tensors.keys() - self._weights.keys()
         if missing or unknown:
             raise ValueError(f"weights of version {version}: missing {sorted(missing)[:3]}, unknown {sorted(unknown)[:3]}")

@@ -12,7 +12,7 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,13 @@ import torch
 import uvloop
 from aiohttp import web
 
+from prl.config.named import SetupError
 from prl.config.schema import RunConfig
 from prl.inference.api import GenerateRequest
 from prl.inference.driver import Driver, EngineStopped, Updater, UpdateUnderWay
 from prl.inference.engine import Engine, Event, RequestError, no_generation
 from prl.inference.wire import FieldError, decode, read_request, write_choice
-from prl.layers.moe import set_precision
+from prl.models import precision
 from prl.models.base import Model
 from prl.models.registry import build
 from prl.models.spec import read_spec
@@ -316,6 +317,7 @@ def main(run: RunDir, config: RunConfig, index: int, stop: threading.Event) -> i
                 return 0
     manifest, tensors = found
     engine = engine_of(build(spec, dtype=getattr(torch, config.inference.dtype)), config, name)
+    check_layers(engine.fp8, manifest.fp8)
     engine.load_weights(manifest.version, tensors)
     server = Server(
         engine,
@@ -333,7 +335,7 @@ def main(run: RunDir, config: RunConfig, index: int, stop: threading.Event) -> i
 def engine_of(model: Model, config: RunConfig, name: str) -> Engine:
     """The engine as configured. In deterministic mode no request reads what another one left in the cache."""
     c = config.inference
-    set_precision(model, c.precision)
+    precision.hold_codes(model, precision.engine_layers(config, model))
     return Engine(
         model,
         model.spec,
@@ -367,6 +369,14 @@ async def _serve(server: Server, run: RunDir, name: str, status: Status, metrics
     failure = server.failure
     await server.close()
     return 1 if failure else 0
+
+
+def check_layers(engine: Sequence[str], trainer: Sequence[str]) -> None:
+    """SetupError where engine and trainer both compute in FP8, but not the same layers."""
+    if engine and trainer and (apart := precision.differences(engine, trainer, ("this engine", "the trainer"))):
+        raise SetupError(
+            f"layers in FP8: {apart}; let inference.fp8_layers and trainer.fp8_layers name the same, or leave the first out"
+        )
 
 
 def start_of(run: RunDir, config: RunConfig) -> Path | dict[str, Any]:

@@ -68,7 +68,7 @@ def quantised(weight_ENK: Tensor, parameter: Tensor | None = None) -> Quantised:
 
     `parameter` is what the weight is a shard of: writing to it moves its own version counter alone.
     """
-    if isinstance(weight_ENK, GatheredWeight):
+    if isinstance(weight_ENK, CodedWeight):
         return weight_ENK.quantised
     with torch.no_grad():
         plain = weight_ENK.detach().as_subclass(Tensor)
@@ -124,36 +124,42 @@ class ShardedWeight(Tensor):
             codes, scales = gathered[0].split((packed[0].numel(), gathered[0].numel() - packed[0].numel()))
             codes_ENK, scales_EMB = codes.view(FP8).view(packed[0]), scales.view(torch.float32).view(packed[1])
         if out is not None:  # the same buffers, filled anew
-            assert isinstance(out, GatheredWeight)
+            assert isinstance(out, CodedWeight)
             out.quantised = Quantised(codes_ENK, scales_EMB)
             return None
         buffers = (codes_ENK, scales_EMB) if packed is None else gathered
-        return GatheredWeight(Quantised(codes_ENK, scales_EMB), dtype), buffers
+        return CodedWeight(Quantised(codes_ENK, scales_EMB), dtype), buffers
 
 
-class GatheredWeight(Tensor):
-    """A whole weight that exists in FP8 only. It takes a gradient, and nothing else can be done with it."""
+class CodedWeight(Tensor):
+    """A whole weight that exists in FP8 only: [E, N, K] or, of a linear layer, [N, K]. It takes a gradient, and nothing else
+    can be done with it, but for putting linear layers' weights on top of each other."""
 
     quantised: Quantised
 
     @staticmethod
-    def __new__(cls, quantised: Quantised, dtype: torch.dtype) -> GatheredWeight:
-        codes, _ = quantised.plain
-        self = torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=dtype, device=codes.device)
+    def __new__(cls, quantised: Quantised, dtype: torch.dtype, *, linear: bool = False) -> CodedWeight:
+        codes_ENK, _ = quantised.plain
+        shape = codes_ENK.shape[1:] if linear else codes_ENK.shape
+        self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=codes_ENK.device)
         self.quantised = quantised
         return self
 
-    def __init__(self, quantised: Quantised, dtype: torch.dtype):
+    def __init__(self, quantised: Quantised, dtype: torch.dtype, *, linear: bool = False):
         pass
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func in (torch.ops.aten.detach.default, torch.ops.aten.as_strided.default):  # how FSDP makes it a parameter
-            return GatheredWeight(args[0].quantised, args[0].dtype)
-        raise NotImplementedError(f"{func} of a weight that was gathered in FP8: only the experts' FP8 kernels can use it")
+            return CodedWeight(args[0].quantised, args[0].dtype, linear=args[0].dim() == 2)
+        if func is torch.ops.aten.cat.default and all(isinstance(w, CodedWeight) and w.dim() == 2 for w in args[0]):
+            codes, scales = zip(*(w.quantised.plain for w in args[0]), strict=True)
+            joined = torch.cat([c.view(torch.uint8) for c in codes], 1).view(FP8)  # torch has next to no ops for FP8
+            return CodedWeight(Quantised(joined, torch.cat(scales, 1)), args[0][0].dtype, linear=True)
+        raise NotImplementedError(f"{func} of a weight that exists in FP8 only: no kernel but the FP8 ones can use it")
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"GatheredWeight({list(self.shape)}, dtype={self.dtype})"
+        return f"CodedWeight({list(self.shape)}, dtype={self.dtype})"
 
 
 def gather_as_fp8(module: nn.Module, world: int) -> None:

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from prl.kernels.dense import linear
 from prl.kernels.swiglu import swiglu
 from prl.layers.linear import Linear
 
 
 class MLP(nn.Module):
-    in_order = False
-    """As of its linear layers."""
-
     def __init__(self, hidden: int, width: int):
         super().__init__()
         self.gate_proj = Linear(hidden, width, bias=False)
@@ -23,5 +18,4 @@ class MLP(nn.Module):
 
     def forward(self, x_TD: Tensor) -> Tensor:
         gate_up_JD = torch.cat((self.gate_proj.weight, self.up_proj.weight))  # one GEMM, and SwiGLU in one pass over its output
-        gate_up_TJ = linear(x_TD, gate_up_JD) if self.in_order else F.linear(x_TD, gate_up_JD)
-        return self.down_proj(swiglu(gate_up_TJ))
+        return self.down_proj(swiglu(self.gate_proj.multiply(x_TD, gate_up_JD)))

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from prl.kernels.experts import Precision, experts
-from prl.kernels.numerics import BLOCK
 from prl.layers.mlp import MLP
 from prl.layers.router import MoEConfig, Replay, Router
 
@@ -46,16 +45,6 @@ class Experts(nn.Module):
     ) -> Tensor:
         w = self.gate_up_proj, self.down_proj
         return experts(x_TD, ids_TK, weights_TK, *w, precision=self.precision, codes=codes)
-
-
-def set_precision(model: nn.Module, precision: Precision) -> None:
-    """What the routed experts of a model compute in. ValueError where FP8's blocks do not fit their widths."""
-    for name, module in model.named_modules():
-        if isinstance(module, Experts):
-            _, width, inner = module.down_proj.shape
-            if precision == "fp8" and (width % BLOCK or inner % BLOCK):
-                raise ValueError(f"{name}: FP8 needs widths that are multiples of {BLOCK}, they are {width} and {inner}")
-            module.precision = precision
 
 
 class MoE(nn.Module):

@@ -15,7 +15,6 @@ from prl.kernels import registry
 from prl.layers.attention import Attention, attend_in_order
 from prl.layers.linear import Linear
 from prl.layers.mla import MLA
-from prl.layers.mlp import MLP
 from prl.models.base import Model
 
 SPLIT = 1 << 15
@@ -63,5 +62,5 @@ def fix_order(model: Model, device: torch.device) -> None:
     for module in model.modules():
         if isinstance(module, Attention):
             module.core = attend_in_order
-        elif isinstance(module, MLA | MLP | Linear):
+        elif isinstance(module, MLA | Linear):
             module.in_order = True

@@ -13,6 +13,7 @@ import torch
 
 from prl.layers.attention import Attention
 from prl.layers.dsa import Indexer
+from prl.layers.linear import Linear
 from prl.layers.mla import MLA
 from prl.layers.moe import Experts
 from prl.models.base import Model
@@ -34,6 +35,7 @@ def _leave_out() -> None:
     MLA.attend = torch.compiler.disable(MLA.attend)  # type: ignore[method-assign]
     Indexer.forward = torch.compiler.disable(Indexer.forward)  # type: ignore[method-assign]
     Experts.forward = torch.compiler.disable(Experts.forward)  # type: ignore[method-assign]
+    Linear.multiply_fp8 = staticmethod(torch.compiler.disable(Linear.multiply_fp8))
 
 
 def counts() -> dict[str, int]:

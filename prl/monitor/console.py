@@ -122,9 +122,17 @@ class View:
             ("reward", f"{shown(reward)} {spark(h.series('orchestrator', 'reward')[1])}"),
             ("held out", f"{shown(rates[-1] if rates else None)} {spark(rates)}"),
             ("mismatch KL", f"{shown(leader.get('mismatch_kl'), '.1e')}, p99 of |Δ| {shown(quantiles.get('p99'), '.1e')}"),
+            *self._precision(),
             ("staleness", f"mean {average:.2f}, max {max(stale, default=0)}" if stale else "–"),
             ("tokens/s", self._tokens_per_s()),
         ]
+
+    def _precision(self) -> list[tuple[str, str]]:
+        """Layers in FP8, where there are any."""
+        told = next((e for e in reversed(self.history.events) if e["name"] == "precision"), None)
+        if told is None or not (told["trainer"] or told["engine"]):
+            return []
+        return [("FP8 layers", f"trainer {told['trainer']}, engine {told['engine']}")]
 
     def _tokens_per_s(self) -> str:
         trained = mean(

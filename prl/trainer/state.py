@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,8 +21,8 @@ from prl.distributed.mesh import Mesh
 from prl.distributed.sharded import full
 from prl.kernels import lm_head
 from prl.kernels.weights import gather_as_fp8, weights_changed
-from prl.layers.moe import Experts, set_precision
-from prl.models import lora
+from prl.layers.moe import Experts
+from prl.models import lora, precision
 from prl.models.base import ForwardInput, ForwardOutput, Model
 from prl.models.bitwise import fix_order
 from prl.models.compile import compile_blocks
@@ -74,10 +75,14 @@ class TrainState:
         self.published = {n: t.dtype for n, t in build(self.spec, dtype=dtype, device="meta").state_dict().items()}
         """Types of the weights that engines get."""
         model = build(self.spec, dtype=master_dtype(config), device="meta")
-        set_precision(model, config.trainer.precision)
+        self.fp8 = precision.trainer_layers(config, model)
+        """Layers that compute in FP8."""
+        self.coded = precision.weights_of(model, precision.engine_layers(config, model))
+        """Weights that engines get as FP8."""
+        precision.set_fp8(model, self.fp8)
         fp8 = {n: m for n, m in model.named_modules() if isinstance(m, Experts) and m.precision == "fp8"}
         masters = {f"{n}.{p}": master_dtype(config) for n, m in fp8.items() for p, _ in m.named_parameters()}
-        self.dtypes = self.published | masters  # FP8 is quantised from the masters themselves
+        self.dtypes = self.published | masters  # experts in FP8 are quantised from the masters themselves
         for name, p in model.named_parameters():
             p.requires_grad_(not any(re.fullmatch(pattern, name) for pattern in config.model.frozen))
         for pattern in config.model.frozen:
@@ -155,11 +160,11 @@ class TrainState:
         """The model's own tensors, under FSDP as parts of whole ones: writing to them writes the model."""
         return {n: whole(self.model, self.mesh, n, t.detach()) for n, t in self.model.state_dict().items()}
 
-    def parts(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and tensor of the weights as the forward sees them, under FSDP this rank's parts; those that adapters are merged
-        into are whole. A collective, so every rank goes through it."""
+    def parts(self, types: Mapping[str, torch.dtype] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Name and tensor of the weights in `types`, by default in `model.dtype`; under FSDP this rank's parts, but those that
+        adapters are merged into are whole. A collective, so every rank goes through it."""
         weights = self.weights()
-        for name, dtype in self.published.items():
+        for name, dtype in (types or self.published).items():
             if name in self.adapted:
                 w, a, b = (full(weights[n]).to(self.dtypes[name]) for n in (name, name + lora.A, name + lora.B))
                 yield name, lora.merged(w, a, b, self.adapted[name]).to(dtype)
@@ -171,17 +176,28 @@ class TrainState:
         for name, t in self.parts():
             yield name, full(t)
 
-    def join_gathering(self) -> None:
-        """What the other ranks do while rank 0 goes through `tensors`."""
-        for _ in self.tensors():
-            pass
+    def transfer(self) -> Iterator[tuple[str, Tensor]]:
+        """As `tensors`, but the weights that engines run in FP8 as codes and scales (`prl.models.precision.coded`), quantised
+        from what this trainer's own forward quantises or multiplies by; a collective."""
+        coded = set(self.coded)
+        for name, t in self.parts(self.published | {n: self.dtypes[n] for n in coded}):
+            whole = full(t)
+            if name not in coded:
+                yield name, whole
+            elif self.mesh.main:
+                yield from precision.coded(name, whole)
+
+    @staticmethod
+    def join_gathering(tensors: Iterator[tuple[str, Tensor]]) -> None:
+        """What the other ranks do with `tensors` or `transfer` while rank 0 goes through it."""
+        deque(tensors, maxlen=0)
 
     def whole_model(self) -> Model:
         """The model itself on one rank, else on rank 0 an unsharded copy of it; a collective."""
         if self.mesh.world == 1:
             return self.model
         if not self.mesh.main:
-            self.join_gathering()
+            self.join_gathering(self.tensors())
             return self.model
         copy = build(self.spec, dtype=next(iter(self.params.values())).dtype, device=self.mesh.device)
         copy.load_state_dict(dict(self.tensors()))

@@ -11,6 +11,7 @@ import torch
 from prl.config.schema import RunConfig
 from prl.distributed.mesh import Mesh, RankError, join
 from prl.kernels import registry
+from prl.models import precision
 from prl.monitor.metrics import Metrics
 from prl.monitor.status import Status
 from prl.samples import Batch
@@ -72,6 +73,8 @@ class Trainer:
         self.client: BatchClient | None = None
 
     def run(self) -> int:
+        if self.mesh.main:
+            self._tell_precision()
         self._publish()
         if self.mesh.any(not self._connect()):
             return self._end(SAVED)
@@ -111,6 +114,14 @@ class Trainer:
             self.metrics.log("event", name="resume", step=state.step, lineage=state.lineage)
         return state
 
+    def _tell_precision(self) -> None:
+        """Which layers are FP8 here and in engines: in full in the log and in precision.json, in numbers in the metrics."""
+        engine = precision.layers_of(self.state.coded)
+        self.run_dir.record_precision(trainer=self.state.fp8, engine=engine)
+        for who, layers in (("the trainer", self.state.fp8), ("engines", engine)):
+            log.info("FP8 in %s: %s", who, precision.shortened(layers) or "no layers")
+        self.metrics.log("event", name="precision", trainer=len(self.state.fp8), engine=len(engine))
+
     def _known(self, state: TrainState) -> bool:
         try:
             return self.versions.step_of(state.version) == state.step
@@ -124,9 +135,9 @@ class Trainer:
         # The sum also makes every rank wait for the slowest one's optimizer step.
         state.version = int(self.mesh.sum(torch.tensor([version], device=self.mesh.device)).item())
         if self.mesh.main:
-            self.weights.publish(version, state.step, state.tensors())
+            self.weights.publish(version, state.step, state.transfer(), fp8=state.fp8)
         else:
-            state.join_gathering()
+            state.join_gathering(state.transfer())
         return time.perf_counter() - t0
 
     def _connect(self) -> bool:

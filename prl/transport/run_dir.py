@@ -6,7 +6,7 @@ import hashlib
 import os
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +20,7 @@ SECRET_LENGTH = 64
 
 class RunDir:
     """Paths below `root` (mode 0700): config.yaml, secret (0600), metrics.jsonl, status/, logs/, rendezvous/, checkpoints/,
-    spool/, versions.jsonl, ledger.jsonl, tasks.jsonl, weights/, summary.json, report.html.
+    spool/, versions.jsonl, ledger.jsonl, tasks.jsonl, precision.json, weights/, summary.json, report.html.
     """
 
     def __init__(self, root: Path | str):
@@ -94,6 +94,10 @@ class RunDir:
         before = stages.get(name, {"wall_s": 0.0})
         stages[name] = {"wall_s": before["wall_s"] + wall_s, "done": done}
         self._write("stages.json", stages)
+
+    def record_precision(self, *, trainer: Sequence[str], engine: Sequence[str]) -> None:
+        """precision.json: full names of the layers in FP8."""
+        self._write("precision.json", {"trainer": list(trainer), "engine": list(engine)})
 
     def forget_roles(self) -> None:
         """Delete addresses and statuses of roles that run no more."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 import torch
@@ -51,6 +51,8 @@ class Manifest(msgspec.Struct):
     t: float
     nbytes: int
     tensors: dict[str, TensorEntry]
+    fp8: list[str] = []
+    """Layers that the trainer computes in FP8."""
 
 
 def checksum(tensor: torch.Tensor) -> str:
@@ -86,7 +88,9 @@ class WeightStore:
         self.keep = config.keep_versions
         self.shard_bytes = shard_bytes
 
-    def publish(self, version: int, step: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> Manifest:
+    def publish(
+        self, version: int, step: int, tensors: Iterable[tuple[str, torch.Tensor]], *, fp8: Sequence[str] = ()
+    ) -> Manifest:
         """Write a version (its id durably allocated before) and make it visible at once; then prune.
 
         WeightStoreError where it cannot be written (disk full); the versions before it are untouched.
@@ -107,7 +111,7 @@ class WeightStore:
                 nbytes += sum(t.nbytes for t in shard.values())
                 for name, t in shard.items():
                     entries[name] = TensorEntry(file, str(t.dtype).removeprefix("torch."), tuple(t.shape), checksum(t))
-            manifest = Manifest(self.run_id, version, step, time.time(), nbytes, entries)
+            manifest = Manifest(self.run_id, version, step, time.time(), nbytes, entries, list(fp8))
             (draft / "manifest.json").write_bytes(msgspec.json.encode(manifest))
             draft.rename(final)
         except (OSError, SafetensorError) as e:

@@ -246,6 +246,6 @@ def test_sharded_experts_gather_fp8_and_train_like_whole_ones(tmp_path):
 
 
 def test_a_gathered_weight_is_for_the_fp8_kernels_only():
-    gathered = weights.GatheredWeight(quantised(torch.randn(2, 128, 128)), torch.float32)
-    with pytest.raises(NotImplementedError, match="gathered in FP8: only the experts' FP8 kernels can use it"):
+    gathered = weights.CodedWeight(quantised(torch.randn(2, 128, 128)), torch.float32)
+    with pytest.raises(NotImplementedError, match="exists in FP8 only: no kernel but the FP8 ones can use it"):
         gathered + 1

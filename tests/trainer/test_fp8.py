@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,10 +11,19 @@ import pytest
 import torch
 
 from prl.config.mesh import resolve
+from prl.config.named import SetupError
 from prl.config.schema import RunConfig
 from prl.distributed.mesh import lay_out
+from prl.inference.engine import Engine
+from prl.inference.server import check_layers, engine_of
+from prl.kernels.quantise import quantise_blocks
+from prl.models import precision
+from prl.models.registry import build
 from prl.samples import CE, Rollout, Sample, pack
+from prl.trainer.state import TrainState
 from prl.trainer.step import Stepper
+from prl.transport.run_dir import RunDir
+from prl.transport.weights import WeightStore
 from tests.distributed import deep_ep
 from tests.distributed.ranks import Ranks
 from tests.trainer.helpers import ARCHITECTURE, EXPERTS, config, state_of
@@ -25,6 +35,12 @@ LETTERS = np.arange(10, 20)
 def fp8_config(precision: str, **trainer: Any) -> RunConfig:
     tree = config("bfloat16", precision=precision, pack_tokens=4096, **trainer).model_dump()
     tree["model"]["architecture"] = ARCHITECTURE | WIDE
+    return RunConfig.model_validate(tree)
+
+
+def with_engine(c: RunConfig, engine: str, layers: list[str] | None = None) -> RunConfig:
+    tree = c.model_dump()
+    tree["inference"] |= {"precision": engine, "dtype": "bfloat16", "fp8_layers": layers}
     return RunConfig.model_validate(tree)
 
 
@@ -69,6 +85,61 @@ def test_masters_are_quantised_as_they_are_and_get_float32_gradients() -> None:
     assert experts.gate_up_proj.grad is None or experts.gate_up_proj.grad.dtype == torch.float32
     published = dict(state.tensors())
     assert published["model.layers.1.mlp.experts.gate_up_proj"].dtype == torch.bfloat16, "what an engine gets"
+
+
+def engine_for(c: RunConfig, state: TrainState) -> Engine:
+    return engine_of(build(state.spec, dtype=torch.bfloat16), c, "engine")
+
+
+@pytest.mark.parametrize("trainer", ["fp8", "bf16"])
+def test_an_engine_has_the_trainer_s_own_codes(trainer: str, tmp_path: Path) -> None:
+    """Through the store: what both compute with is the same, byte for byte; experts are quantised from float32 masters."""
+    c = with_engine(fp8_config(trainer), "fp8")
+    state = state_of(c)
+    Stepper(state, c.trainer, 4)(pack(reversed_words(np.random.default_rng(0), 8), step=1, budget=4096, ranks=1)[0])
+    store = WeightStore(RunDir(tmp_path / "run").create(), c.transport)
+    store.publish(1, 1, state.transfer(), fp8=state.fp8)
+    manifest, tensors = store.load_latest() or pytest.fail("nothing published")
+    assert manifest.fp8 == state.fp8 and bool(state.fp8) == (trainer == "fp8")
+    engine = engine_for(c, state)
+    engine.load_weights(1, tensors)
+    layers = precision.candidates(state.model)
+    assert engine.fp8 == sorted(layers) and any("o_proj" in n for n in layers) and any(n.endswith(".experts") for n in layers)
+    weights = state.weights()
+    for name in precision.weights_of(state.model, layers):
+        own = weights[name].to(state.dtypes[name])
+        assert own.dtype == (torch.float32 if trainer == "fp8" and ".experts." in name else torch.bfloat16), name
+        codes, scales = quantise_blocks(own if own.dim() == 3 else own[None])
+        held = engine.model.get_parameter(name).quantised.plain  # type: ignore[attr-defined]
+        assert torch.equal(held[0].view(torch.uint8), codes.view(torch.uint8)) and torch.equal(held[1], scales), name
+
+
+def test_layers_that_are_fp8_on_one_side_alone_stop_the_run() -> None:
+    c = with_engine(fp8_config("fp8"), "fp8")
+    state = state_of(c)
+    some = with_engine(fp8_config("fp8"), "fp8", [r".*\.mlp\.experts"])
+    engine = engine_for(some, state)
+    with pytest.raises(SetupError, match=r"layers in FP8: .*o_proj.* in the trainer alone; let inference.fp8_layers"):
+        check_layers(engine.fp8, state.fp8)
+    check_layers([], state.fp8)
+    check_layers(engine.fp8, [])
+    before = {n: t.clone() for n, t in precision.held(engine.model).items()}
+    with pytest.raises(ValueError, match=r"weights of version 1: layers in FP8: .*o_proj.* in the weights alone"):
+        engine.load_weights(1, dict(state.transfer()))
+    assert all(torch.equal(t.view(torch.uint8), before[n].view(torch.uint8)) for n, t in precision.held(engine.model).items())
+
+
+def sent_by_rank(rank: int, mesh: dict[str, Any]) -> dict[str, torch.Tensor]:
+    c = with_engine(fp8_config("fp8", ranks=4, mesh=mesh), "fp8")
+    return dict(state_of(c, lay_out(resolve(c.trainer, EXPERTS), rank, torch.device("cpu"))).transfer())
+
+
+def test_ranks_send_what_one_process_sends(ranks: Ranks) -> None:
+    alone = dict(state_of(with_engine(fp8_config("fp8"), "fp8")).transfer())
+    first, *_ = ranks.run(4, sent_by_rank, {"ep": 2})
+    assert first.keys() == alone.keys() and any(t.dtype == torch.float8_e4m3fn for t in alone.values())
+    for name, t in alone.items():
+        assert t.dtype == first[name].dtype and torch.equal(t.view(torch.uint8), first[name].view(torch.uint8)), name
 
 
 alone_in_fp8 = functools.cache(functools.partial(losses, "fp8"))
