@@ -26,7 +26,7 @@ from prl.inference.api import GenerateRequest
 from prl.inference.engine import Engine
 from prl.kernels.lm_head import IGNORE, logprobs
 from prl.layers.layout import PackedLayout
-from prl.layers.moe import set_precision
+from prl.models import precision
 from prl.models.base import ForwardInput, Model
 from prl.models.registry import build, init_weights
 from prl.models.spec import read_spec
@@ -138,7 +138,7 @@ def measure(config_path: Path, overrides: Sequence[str] = (), *, turns: int) -> 
         for bitwise in (False, True):
             model = build(spec, dtype=getattr(torch, dtype))
             init_weights(model, run.run.seed)
-            set_precision(model, run.inference.precision)
+            precision.hold_codes(model, precision.engine_layers(run, model))
             engines.append(_Engine(model, bitwise, requests))
         name = f"engine in {dtype}"
         found[name] = _turns(name, engines[0], engines[1], turns)

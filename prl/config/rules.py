@@ -186,9 +186,8 @@ def _bitwise(c: RunConfig) -> Found:
         yield "inference.dtype", f"expected model.dtype = {c.model.dtype}, got {i.dtype}; run.bitwise needs it"
     if i.precision != t.precision:
         yield "inference.precision", f"expected trainer.precision = {t.precision}, got {i.precision}; run.bitwise needs it"
-    if t.precision == i.precision == "fp8" and c.model.dtype == "bfloat16":
-        why = "the engine quantises what is published in bfloat16, the trainer its float32 masters"
-        yield "model.dtype", f"expected float32 with fp8, got bfloat16; run.bitwise needs it: {why}"
+    if t.precision == i.precision == "fp8" and i.fp8_layers not in (None, t.fp8_layers):
+        yield "inference.fp8_layers", "expected none, which takes the trainer's; run.bitwise needs it: the same layers in FP8"
     if t.compile:
         yield "trainer.compile", "expected false; run.bitwise needs it: compiled blocks sum in an order of their own"
     if t.ranks > 1 and t.mesh.ep != 1:

@@ -23,10 +23,10 @@ class Indexer(nn.Module):
     def __init__(self, layer: int, hidden: int, q_latent: int, n_heads: int, width: int, rope_width: int, top_k: int):
         super().__init__()
         self.layer, self.n_heads, self.width, self.rope_width, self.top_k = layer, n_heads, width, rope_width, top_k
-        self.wq_b = Linear(q_latent, n_heads * width, bias=False)
-        self.wk = Linear(hidden, width, bias=False)
+        self.wq_b = Linear(q_latent, n_heads * width, bias=False, never_fp8=True)
+        self.wk = Linear(hidden, width, bias=False, never_fp8=True)
         self.k_norm = nn.LayerNorm(width, eps=1e-6)
-        self.weights_proj = Linear(hidden, n_heads, bias=False)
+        self.weights_proj = Linear(hidden, n_heads, bias=False, never_fp8=True)
 
     def _rotate(self, x_THW: Tensor, rotate: Callable[[Tensor], Tensor]) -> Tensor:
         rotated, rest = x_THW.split((self.rope_width, self.width - self.rope_width), dim=-1)

@@ -11,16 +11,16 @@ from prl.kernels.linear import linear_fp8
 
 
 class Linear(nn.Linear):
-    """`read_whole`: others read the weight itself, so it is never FP8."""
+    """`never_fp8`: of one whose weight others read as it is, or that chooses what the policy sees."""
 
     precision: Precision = "bf16"
     in_order = False
     """Whether a row of the output depends on its row of the input alone, bit for bit (`prl.models.bitwise`); in FP8 it does."""
     multiply_fp8 = staticmethod(linear_fp8)
 
-    def __init__(self, width: int, out: int, *, bias: bool, read_whole: bool = False):
+    def __init__(self, width: int, out: int, *, bias: bool, never_fp8: bool = False):
         super().__init__(width, out, bias=bias)
-        self.read_whole = read_whole
+        self.never_fp8 = never_fp8
 
     def forward(self, x: Tensor) -> Tensor:
         if self.precision == "bf16" and not self.in_order:

@@ -49,7 +49,7 @@ class MLA(AttentionLayer):
         self.q_b_proj = Linear(q_latent, n_heads * (nope_width + rope_width), bias=False)
         self.kv_a_proj_with_mqa = Linear(hidden, kv_latent + rope_width, bias=bias)
         self.kv_a_layernorm = RMSNorm(kv_latent, 1e-6)
-        self.kv_b_proj = Linear(kv_latent, n_heads * (nope_width + value_width), bias=False, read_whole=True)
+        self.kv_b_proj = Linear(kv_latent, n_heads * (nope_width + value_width), bias=False, never_fp8=True)
         self.o_proj = Linear(n_heads * value_width, hidden, bias=bias)
         self.indexer = indexer
 

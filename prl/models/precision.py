@@ -32,7 +32,7 @@ def candidates(model: Model) -> list[str]:
     return [
         name
         for name, module in model.named_modules()
-        if (isinstance(module, Experts) or (isinstance(module, Linear) and not module.read_whole))
+        if (isinstance(module, Experts) or (isinstance(module, Linear) and not module.never_fp8))
         and not any(n % BLOCK for p in _weights(module).values() for n in p.shape[-2:])
     ]
 
@@ -78,10 +78,10 @@ def chosen(model: Model, patterns: Sequence[str], key: str) -> list[str]:
 
 def _why_not(model: Model, name: str) -> str:
     module = model.get_submodule(name)
-    if isinstance(module, Linear | Experts) and not getattr(module, "read_whole", False):
+    if isinstance(module, Linear | Experts) and not getattr(module, "never_fp8", False):
         widths = " and ".join(str(list(p.shape)) for p in _weights(module).values())
         return f"its widths {widths} are no multiples of {BLOCK}"
-    return "only routed experts and linear layers whose weight nobody else reads can"
+    return "only routed experts and linear layers can, but for the indexer's and those whose weight is read as it is"
 
 
 def set_fp8(model: Model, layers: Collection[str]) -> None:

@@ -53,12 +53,11 @@ def test_the_sound_ones_break_none() -> None:
         (
             {
                 "run": {"bitwise": True},
-                "model": {"dtype": "bfloat16"},
                 "trainer": {"precision": "fp8"},
-                "inference": {"precision": "fp8", "dtype": "bfloat16"},
+                "inference": {"precision": "fp8", "fp8_layers": [".*experts"]},
             },
-            "model.dtype",
-            "expected float32 with fp8, got bfloat16; run.bitwise",
+            "inference.fp8_layers",
+            "expected none, which takes the trainer's; run.bitwise",
         ),
         ({"run": {"bitwise": True}, "trainer": {"ranks": 2}}, "trainer.mesh.ep", "expected 1, got auto; run.bitwise"),
         (
