@@ -88,10 +88,11 @@ def test_with_what_else_a_block_does(beside: dict[str, Any], tracing: None) -> N
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("dtype", "bound"), [("float64", 1e-10), ("float32", 1e-5), ("bfloat16", 2e-2)])
+@pytest.mark.parametrize(("dtype", "bound", "n"), [("float64", 1e-10, 3), ("float32", 1e-5, 3), ("bfloat16", 2**-8, 1)])
 @pytest.mark.parametrize("make", [glm_5, glm_45])
-def test_generated_code(make: Any, dtype: str, bound: float) -> None:
-    compare(steps(make, dtype, 3, compile=True), steps(make, dtype, 3), bound)
+def test_generated_code(make: Any, dtype: str, bound: float, n: int) -> None:
+    """In bfloat16 the first step alone: after an update the last rows, which are not replayed, may choose other experts."""
+    compare(steps(make, dtype, n, compile=True), steps(make, dtype, n), bound)
 
 
 def compiled(rank: int, case: Case) -> tuple[dict[str, np.ndarray], list[dict[str, int]]]:
