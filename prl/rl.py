@@ -200,8 +200,8 @@ def carry_out(
     reopen: bool = False,
     overrides: Sequence[str] = (),
     executor_of: Callable[[RunDir, RunConfig, RunLock], Executor] = here,
-) -> int:
-    """`execute` a run, then write its report or say why it ended; the exit code."""
+) -> tuple[int, str]:
+    """`execute` a run, then write its report or say why it ended; the exit code and the cause."""
     try:
         metrics = run.metrics("supervisor")
 
@@ -218,8 +218,8 @@ def carry_out(
             tell(run, state)
     except (RunBusy, CheckpointError, OSError) as e:
         say(f"failed: {run.root}: {e}")
-        return FAILED
-    return state.code
+        return FAILED, str(e)
+    return state.code, state.cause
 
 
 @app.command(help=HELP)
@@ -249,7 +249,8 @@ def command(
     except ConfigError as e:
         say(str(e))
         raise typer.Exit(CONFIG) from None
-    raise typer.Exit(carry_out(run, resolved, resumed=resume is not None, reopen=changed, overrides=given))
+    code, _ = carry_out(run, resolved, resumed=resume is not None, reopen=changed, overrides=given)
+    raise typer.Exit(code)
 
 
 def main(args: Sequence[str] | None = None) -> int:

@@ -331,6 +331,8 @@ class Slurm(Section):
     exclusive: bool = True
     """Whole nodes, shared with nobody."""
     time_min: PositiveInt = 60
+    tries: PositiveInt = 5
+    """Failures after which the job is not run again; two in the same way at the same step end it too."""
     warn_s: PositiveInt = 120
     """How long before the time limit the run is asked to save."""
     account: str | None = None
@@ -354,6 +356,10 @@ class Launch(Section):
     stop_timeout_s: PositiveFloat = 8.0
     """From the request to stop until the roles are killed."""
     heartbeat_timeout_s: PositiveFloat = 60.0
+    replica_heartbeat_s: PositiveFloat = 15.0
+    """As heartbeat_timeout_s, for inference replicas."""
+    replica_restarts: NonNegativeInt = 5
+    """Of each inference replica, while another one serves; then, or in deterministic mode, its loss is a failure of the run."""
     slurm: Slurm | None = None
 
 

@@ -9,7 +9,7 @@ import asyncio
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from types import TracebackType
@@ -29,6 +29,8 @@ SESSIONS = 65536
 BACKOFF_S = 0.5
 CONNECT_S = 10.0
 CONTROL_S = 30.0
+AWAY_S = 1.0
+"""How often a request that waits for its answer looks whether its replica is still there."""
 GENERATE = "/inference/v1/generate"
 GAUGES = {
     "num_requests_running": "running",
@@ -164,7 +166,7 @@ class Client:
         self._sessions.pop(session, None)
 
     async def _on_some_replica(
-        self, request: GenerateRequest, attempt: Callable[[Replica, bytes, float], Awaitable[T]], *, stream: bool
+        self, request: GenerateRequest, attempt: Callable[[Replica, bytes, float], Coroutine[Any, Any, T]], *, stream: bool
     ) -> T:
         """Try one replica after the other until one answers; what failed before is named in the error."""
         deadline = self._clock() + self._timeout_s
@@ -181,7 +183,7 @@ class Client:
             self._in_flight[replica] = self._in_flight.get(replica, 0) + 1
             self._runs_at[base] = (replica, request_id)
             try:
-                return await attempt(replica, body, deadline)
+                return await self._while_there(replica, attempt(replica, body, deadline))
             except _Dead as e:
                 failures.append(str(e))
                 self.retries += 1
@@ -190,6 +192,17 @@ class Client:
                 self._in_flight[replica] -= 1
                 self._runs_at.pop(base, None)
         raise EngineError(f"request {base!r} failed after {len(failures)} attempts: " + "; ".join(failures))
+
+    async def _while_there(self, replica: Replica, answer: Coroutine[Any, Any, T]) -> T:
+        """The answer. _Dead once the replica is no longer among the addresses: from a node without power nothing ever comes."""
+        task = asyncio.create_task(answer)
+        try:
+            while not (await asyncio.wait({task}, timeout=AWAY_S))[0]:
+                if replica not in self._addresses():
+                    raise _Dead(f"{replica.name} ({replica.url}): no longer among the replicas")
+            return task.result()
+        finally:
+            task.cancel()  # of no effect where it is done
 
     def _read(self, raw: bytes, request: GenerateRequest, replica: Replica, before: int) -> Generation:
         """Decode and check one answer or chunk; `before` tokens of the completion came in earlier chunks."""
@@ -305,7 +318,8 @@ class Client:
 
         async def one(replica: Replica) -> tuple[str, int] | None:
             try:
-                return replica.name, await self._version(replica, self._clock() + CONTROL_S)
+                asked = self._version(replica, self._clock() + CONTROL_S)
+                return replica.name, await self._while_there(replica, asked)
             except (_Dead, EngineError):
                 return None
 

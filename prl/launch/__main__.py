@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ from prl.config.load import ConfigError, Problem, dump, load
 from prl.config.schema import RunConfig
 from prl.launch.local import RunBusy, RunLock
 from prl.launch.slurm.lead import RESULT
-from prl.launch.slurm.script import Submission, submission
+from prl.launch.slurm.script import Submission, batch, submission
 from prl.launch.slurm.submit import follow, submit
 from prl.launch.supervisor import CONFIG, FAILED
 from prl.rl import open_run, say, store
@@ -44,7 +43,7 @@ def job_of(run: RunDir, config: RunConfig, *, reopen: bool = False) -> Submissio
     assert config.launch.slurm is not None
     root = run.root.resolve()
     words = [sys.executable, "-m", "prl.launch.slurm.lead", str(root), *(["--reopen"] if reopen else [])]
-    return Submission(f"prl-{config.run.name}", root, Path.cwd(), config.launch.slurm, (f"exec {shlex.join(words)}",))
+    return Submission(f"prl-{config.run.name}", root, Path.cwd(), config.launch.slurm, batch(words))
 
 
 @app.command(help=HELP)

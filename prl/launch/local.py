@@ -55,6 +55,9 @@ class Executor(Protocol):
     def signal(self, names: Sequence[str], number: int) -> None:
         """Send a signal to roles; those that have ended are left out."""
 
+    def end(self, names: Sequence[str]) -> None:
+        """Kill these roles and forget them: `poll` does not tell of their ends. They may be started again at once."""
+
     def kill(self) -> list[str]:
         """End every process of the run, descendants too, within seconds. What would not die is described."""
 
@@ -184,6 +187,12 @@ class LocalExecutor:
         for name in names:
             if (role := self._roles.get(name)) is not None:
                 role.send_signal(number)
+
+    def end(self, names: Sequence[str]) -> None:
+        for name in names:
+            if (role := self._roles.pop(name, None)) is not None:
+                _kill(role.pid, group=True)
+                role.wait()
 
     def kill(self) -> list[str]:
         deadline = time.monotonic() + KILL_S

@@ -35,7 +35,15 @@ def _replicas(config: RunConfig) -> list[str]:
 
 def limits_of(config: RunConfig) -> Limits:
     launch = config.launch
-    return Limits(launch.start_timeout_s, launch.wait_timeout_s, launch.stop_timeout_s, launch.heartbeat_timeout_s)
+    return Limits(
+        launch.start_timeout_s,
+        launch.wait_timeout_s,
+        launch.stop_timeout_s,
+        launch.heartbeat_timeout_s,
+        min(launch.replica_heartbeat_s, launch.heartbeat_timeout_s),
+        # In lock-step every replica has its share of each round: without one, the run begins the step anew.
+        restarts=0 if config.run.deterministic else launch.replica_restarts,
+    )
 
 
 def role_specs(run: RunDir, config: RunConfig, stage: Stage, cores: int) -> Sequence[RoleSpec]:

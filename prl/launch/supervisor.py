@@ -1,10 +1,12 @@
 """What happens when: `transition` is a pure function from state and event to state and actions; `supervise` drives it.
 
 A run is a list of stages (sft, rl, control, evaluate). A stage has primaries, whose end is the stage's end, and services, which
-serve them and are told to end afterwards. Phases:
+serve them and are told to end afterwards. A service that is lost (ended, silent) while another one serves is started again, a
+bounded number of times; every other loss is a failure. Phases:
 
     starting   every role was started; until each has left its own start-up       bounded by start_timeout_s
-    running    all roles live and show it                                          each by heartbeat_timeout_s
+    running    all roles live and show it                                          each by its heartbeat, a restarted
+                                                                                   service by start_timeout_s first
     draining   a primary has ended; the others end too                             by wait_timeout_s, and heartbeats
     closing    the primaries have ended; services were told to end                 by stop_timeout_s, then killed
     saving     a stop was requested: primaries save, then services end             by stop_timeout_s, then killed
@@ -49,6 +51,10 @@ class Limits:
     wait_s: float
     stop_s: float
     heartbeat_s: float
+    service_s: float
+    """As heartbeat_s, for services."""
+    restarts: int
+    """Of each service; 0: the loss of one is a failure."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +68,7 @@ class State:
     alive: frozenset[str] = frozenset()
     started: frozenset[str] = frozenset()
     beats: Mapping[str, float] = field(default_factory=dict)
+    restarts: Mapping[str, int] = field(default_factory=dict)
     code: int = DONE
     cause: str = ""
     culprit: str = ""
@@ -75,7 +82,7 @@ class State:
 
     def deadline(self) -> float:
         """When the current wait ends at the latest. Every state that is not over has one."""
-        hung = min((self.beats[r] for r in self.alive), default=self.since) + self.limits.heartbeat_s
+        hung = min(map(self.silent_until, self.alive), default=self.since + self.limits.heartbeat_s)
         match self.phase:
             case "starting":
                 return self.since + self.limits.start_s
@@ -85,6 +92,12 @@ class State:
                 return min(hung, self.since + self.limits.wait_s)
             case _:
                 return self.since + self.limits.stop_s
+
+    def silent_until(self, role: str) -> float:
+        """When a living role that shows no life until then is taken for lost."""
+        if role not in self.started:
+            return self.beats[role] + self.limits.start_s
+        return self.beats[role] + (self.limits.service_s if role in self.stages[0].services else self.limits.heartbeat_s)
 
 
 # Events. `now` is a monotonic time in seconds.
@@ -140,6 +153,14 @@ class Start:
 
 
 @dataclass(frozen=True)
+class Restart:
+    """End what is left of a service and start it again."""
+
+    role: str
+    why: str
+
+
+@dataclass(frozen=True)
 class Terminate:
     """Send SIGTERM: save if you can, and end."""
 
@@ -156,7 +177,7 @@ class StageDone:
     stage: Stage
 
 
-Action = Start | Terminate | Kill | StageDone
+Action = Start | Restart | Terminate | Kill | StageDone
 
 
 def begin(stages: tuple[Stage, ...], limits: Limits, now: float) -> tuple[State, list[Action]]:
@@ -174,9 +195,8 @@ def transition(state: State, event: Event) -> tuple[State, list[Action]]:
         case Began(now) if state.phase == "starting":
             return replace(state, since=now, beats=dict.fromkeys(state.alive, now)), []
         case Beat(role, ready, now) if role in state.alive:
-            state = replace(state, beats={**state.beats, role: now})
-            if ready:
-                state = replace(state, started=state.started | {role})
+            if ready or role in state.started:
+                state = replace(state, beats={**state.beats, role: now}, started=state.started | {role})
             if state.phase == "starting" and state.started >= state.alive:
                 state = _phase(replace(state, beats=dict.fromkeys(state.alive, now)), "running", now)
             return state, []
@@ -210,6 +230,22 @@ def _fail(state: State, now: float, culprit: str, what: str, code: int = FAILED)
     return replace(_phase(state, "failed", now), alive=frozenset(), code=code, cause=cause, culprit=culprit), [Kill()]
 
 
+def _lost(state: State, now: float, role: str, what: str, code: int = FAILED) -> tuple[State, list[Action]]:
+    """A role is no use any more though it is needed."""
+    services = state.stages[0].services
+    tried = state.restarts.get(role, 0)
+    if (
+        role not in services
+        or not (services & state.started & state.alive) - {role}
+        or tried >= state.limits.restarts
+        or state.phase not in ("running", "draining")
+        or code == CONFIG
+    ):
+        return _fail(state, now, role, what, code)
+    state = replace(state, started=state.started - {role}, restarts={**state.restarts, role: tried + 1})
+    return replace(state, beats={**state.beats, role: now}), [Restart(role, what)]
+
+
 def _saved(state: State, now: float, cause: str) -> State:
     return replace(_phase(state, "done", now), alive=frozenset(), code=SAVED, cause=cause)
 
@@ -221,12 +257,12 @@ def _exited(state: State, role: str, code: int, now: float) -> tuple[State, list
     if role not in state.alive:
         return state, []
     primary, leaving = role in stage.primaries, state.phase in ("closing", "saving")
-    if code == -signal.SIGTERM and state.phase == "saving":
+    if code == -signal.SIGTERM and (state.phase == "saving" or state.code == SAVED):
         code = SAVED  # asked to end before it could listen: it had nothing to save yet
     if code not in (DONE, SAVED) and not (leaving and not primary):
-        return _fail(state, now, role, _how(code), CONFIG if code == CONFIG else FAILED)
+        return _lost(state, now, role, _how(code), CONFIG if code == CONFIG else FAILED)
     if not primary and not leaving:
-        return _fail(state, now, role, f"{_how(code)} while it was needed")
+        return _lost(state, now, role, f"{_how(code)} while it was needed")
     state = replace(state, alive=state.alive - {role}, code=max(state.code, code) if primary else state.code)
     if primary and code == SAVED and not state.cause:
         state = replace(state, cause=f"{role} saved the run")
@@ -265,12 +301,15 @@ def _overdue(state: State, now: float, stuck: Mapping[str, str]) -> tuple[State,
             if state.alive & stage.primaries:
                 return _saved(state, now, f"{late} did not save within {limits.stop_s:g} s (launch.stop_timeout_s)"), [Kill()]
             return _stage_over(replace(state, alive=frozenset()), now)
-    hung = min(sorted(state.alive), key=lambda r: state.beats[r])
-    if now > state.beats[hung] + limits.heartbeat_s:
+    hung = min(sorted(state.alive), key=state.silent_until)
+    if now > state.silent_until(hung):
         silent = now - state.beats[hung]
         if causes := sorted(state.alive & stuck.keys()):
-            return _fail(state, now, causes[0], stuck[causes[0]])
-        return _fail(state, now, hung, f"hangs: no sign of life for {silent:.1f} s (launch.heartbeat_timeout_s)")
+            return _lost(state, now, causes[0], stuck[causes[0]])
+        if hung not in state.started:
+            return _lost(state, now, hung, f"did not start within {limits.start_s:g} s (launch.start_timeout_s)")
+        setting = "replica_heartbeat_s" if hung in stage.services else "heartbeat_timeout_s"
+        return _lost(state, now, hung, f"hangs: no sign of life for {silent:.1f} s (launch.{setting})")
     late = min(state.alive & stage.primaries)
     return _fail(state, now, late, f"did not end within {limits.wait_s:g} s after the others (launch.wait_timeout_s)")
 
@@ -351,10 +390,18 @@ class Supervisor:
     def _do(self, action: Action) -> None:
         match action:
             case Start(stage):
+                self._stage = stage
                 self._since = self.clock()
                 self._seen.clear()
                 self.run.forget_roles()
                 self.executor.start(self.specs(stage))
+            case Restart(role, why):
+                self.say(f"{role} {why}: it is started again, the run goes on with the others")
+                self.run.metrics("supervisor").log("event", name="restart", of=role, why=why)
+                self.executor.end([role])
+                self.run.forget_roles([role])
+                self._seen.pop(role, None)
+                self.executor.start([spec for spec in self.specs(self._stage) if spec.name == role])
             case Terminate(roles):
                 self.executor.signal(sorted(roles), signal.SIGTERM)
             case Kill():

@@ -470,28 +470,15 @@ class Orchestrator:
         self._spawn("evaluation", self._evaluation(replica, stage, evaluation.held_out(self.envs, count)))
 
     async def _evaluation(self, replica: Replica, stage: str, places: list[Place]) -> None:
-        e = self.config.evaluation
-        client = Client(lambda: [replica], self.run_dir.secret, moe_layers=self.moe_layers, timeout_s=e.timeout_s)
         try:
-            async with client:
-                version = await client.hold_updates(replica, e.timeout_s + 10)
-                result = await evaluation.evaluate(
-                    places,
-                    self.envs,
-                    client.generate,
-                    self.tokenizer,
-                    self.config.sampling,
-                    version=version,
-                    seed=self.config.run.seed,
-                    greedy=e.greedy,
-                    top_p=e.top_p,
-                    top_k=e.top_k,
-                    timeout_s=e.timeout_s,
-                    max_in_flight=self.config.orchestrator.max_in_flight,
-                    forget=client.forget,
-                    progress=lambda done, of: self._progress(),
-                )
-                await client.release_updates(replica)
+            version, result = await self._evaluated(replica, places)
+        except EngineError as error:
+            others = [r for r in self.replicas() if r.name != replica.name]
+            if not others:
+                raise
+            log.warning("evaluating anew on %s: %s", others[-1].name, error)
+            self.held = others[-1].name
+            version, result = await self._evaluated(others[-1], places)
         finally:
             self.held, self.scheduler.paused = None, False
             self.status.set(phase="generating")
@@ -499,6 +486,37 @@ class Orchestrator:
         if not result.complete:
             log.warning("evaluation of step %d is incomplete: %s", step, result.reason)
         self.metrics.log("eval", step=step, stage=stage, **asdict(result))
+
+    async def _evaluated(self, replica: Replica, places: list[Place]) -> tuple[int, evaluation.Evaluation]:
+        """The replica's version and its answers; EngineError where it is lost meanwhile."""
+
+        def there() -> list[Replica]:
+            if replica not in self.replicas():
+                raise EngineError(f"{replica.name} ({replica.url}): no longer among the replicas")
+            return [replica]
+
+        e = self.config.evaluation
+        client = Client(there, self.run_dir.secret, moe_layers=self.moe_layers, timeout_s=e.timeout_s)
+        async with client:
+            version = await client.hold_updates(replica, e.timeout_s + 10)
+            result = await evaluation.evaluate(
+                places,
+                self.envs,
+                client.generate,
+                self.tokenizer,
+                self.config.sampling,
+                version=version,
+                seed=self.config.run.seed,
+                greedy=e.greedy,
+                top_p=e.top_p,
+                top_k=e.top_k,
+                timeout_s=e.timeout_s,
+                max_in_flight=self.config.orchestrator.max_in_flight,
+                forget=client.forget,
+                progress=lambda done, of: self._progress(),
+            )
+            await client.release_updates(replica)
+        return version, result
 
     # -- waiting -------------------------------------------------------------------------------------------------------
 

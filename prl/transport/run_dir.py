@@ -6,7 +6,7 @@ import hashlib
 import os
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -99,11 +99,12 @@ class RunDir:
         """precision.json: full names of the layers in FP8."""
         self._write("precision.json", {"trainer": list(trainer), "engine": list(engine)})
 
-    def forget_roles(self) -> None:
-        """Delete addresses and statuses of roles that run no more."""
+    def forget_roles(self, roles: Collection[str] | None = None) -> None:
+        """Delete addresses and statuses of roles (all) that run no more."""
         for folder in ("rendezvous", "status"):
             for path in (self.root / folder).iterdir():
-                path.unlink(missing_ok=True)
+                if roles is None or path.stem in roles:
+                    path.unlink(missing_ok=True)
 
     def _write(self, name: str, value: Any) -> None:
         """Write a JSON file whole."""

@@ -132,6 +132,25 @@ async def test_no_answer_by_the_deadline() -> None:
             await client.generate(SHORT)
 
 
+async def test_a_replica_that_is_no_longer_there_is_not_waited_for() -> None:
+    """As a node without power: nothing comes, not even the connection's end."""
+    asked = asyncio.Event()
+
+    async def sleep(_: web.Request) -> web.StreamResponse:
+        asked.set()
+        await asyncio.sleep(100)
+        return web.Response()
+
+    async with answering(sleep) as lost, serving(name="b") as (_, b):
+        there = [lost]
+        async with Client(lambda: there, SECRET, timeout_s=60) as client:
+            running = asyncio.ensure_future(client.generate(SHORT))
+            await asyncio.wait_for(asked.wait(), 10)
+            there[:] = [b]
+            got = await asyncio.wait_for(running, 10)
+        assert got.replica == "b" and client.retries == 1
+
+
 async def test_a_stream_is_not_repeated_once_it_has_begun() -> None:
     async with serving(name="a", stream_interval=2) as (server, a), serving(name="b") as (other, b):
         there = [a]

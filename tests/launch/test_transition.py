@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,6 +18,7 @@ from prl.launch.supervisor import (
     Exited,
     Kill,
     Limits,
+    Restart,
     Stage,
     StageDone,
     Start,
@@ -28,7 +31,7 @@ from prl.launch.supervisor import (
 )
 from prl.transport.run_dir import RunDir
 
-LIMITS = Limits(start_s=100, wait_s=500, stop_s=8, heartbeat_s=50)
+LIMITS = Limits(start_s=100, wait_s=500, stop_s=8, heartbeat_s=50, service_s=50, restarts=2)
 SFT = Stage("sft", frozenset(["sft"]))
 RL = Stage("rl", frozenset(["trainer", "orchestrator"]), frozenset(["inference-0"]))
 
@@ -67,6 +70,46 @@ def test_the_ordinary_course() -> None:
     assert (state.phase, state.code, actions) == ("done", 0, [Kill(), StageDone(RL)])
 
 
+TWO = Stage("rl", RL.primaries, frozenset(["inference-0", "inference-1"]))
+
+
+def test_a_service_that_is_lost_while_another_serves_is_started_again() -> None:
+    state, actions = run(running(TWO), Exited("inference-0", -9, 3.0))
+    assert (state.phase, actions) == ("running", [Restart("inference-0", "was killed by SIGKILL (out of memory?)")])
+    others = [Beat(r, True, 90.0) for r in sorted(TWO.roles - {"inference-0"})]
+    state, actions = run(state, Beat("inference-0", False, 60.0), *others, Tick(100.0))
+    assert (state.phase, actions) == ("running", []), "it may take start_s for its start-up"
+    serving, _ = run(state, Beat("inference-0", True, 101.0))
+    assert run(serving, Exited("inference-1", 0, 102.0))[1][0].role == "inference-1"  # type: ignore[attr-defined]
+    late, actions = run(state, Tick(104.0))
+    assert (late.phase, actions) == ("running", [Restart("inference-0", "did not start within 100 s (launch.start_timeout_s)")])
+    late, _ = run(late, *(Beat(r, True, 180.0) for r in sorted(TWO.roles - {"inference-0"})), Tick(205.0))
+    assert late.phase == "failed" and "inference-0 did not start" in late.cause, "twice, and no third time"
+
+
+@pytest.mark.parametrize(
+    ("events", "cause"),
+    [
+        ([Exited("inference-0", -9, 3.0), Exited("inference-1", -9, 4.0)], "inference-1 was killed"),
+        ([Exited("inference-0", 2, 3.0)], "inference-0 ended with exit code 2"),
+        ([Exited("trainer", -9, 3.0)], "trainer was killed"),
+    ],
+)
+def test_what_no_other_service_makes_up_for_is_a_failure(events: list[Event], cause: str) -> None:
+    state, actions = run(running(TWO), *events)
+    assert state.phase == "failed" and cause in state.cause and actions[-1] == Kill()
+    strict = replace(running(TWO), limits=replace(LIMITS, restarts=0))
+    assert run(strict, Exited("inference-0", -9, 3.0))[0].phase == "failed"
+
+
+def test_a_silent_service_is_started_again_and_a_stopped_one_too() -> None:
+    there = [Beat(r, True, 40.0) for r in sorted(TWO.roles - {"inference-0"})]
+    state, actions = run(running(TWO), *there, Tick(52.5))
+    assert actions == [Restart("inference-0", "hangs: no sign of life for 50.5 s (launch.replica_heartbeat_s)")]
+    state, actions = run(running(TWO), *there, Tick(52.5, {"inference-0": "stands still"}))
+    assert actions == [Restart("inference-0", "stands still")] and state.phase == "running"
+
+
 def test_nothing_to_do_is_done() -> None:
     state, actions = begin((), LIMITS, 0.0)
     assert state.over and state.code == 0 and not actions
@@ -88,6 +131,14 @@ def test_a_stop_asks_the_primaries_first_and_then_the_services() -> None:
     assert actions == [Terminate(RL.services)] and state.deadline() == 11
     state, actions = run(state, Exited("inference-0", 0, 5.0))
     assert (state.phase, state.code, actions) == ("done", 75, [Kill()])
+
+
+def test_a_rank_asked_to_end_before_it_could_listen_had_nothing_to_save() -> None:
+    state, actions = run(running(RL), Exited("orchestrator", 75, 3.0))
+    assert actions == [Terminate(frozenset(["trainer"]))]
+    state, _ = run(state, Exited("trainer", -15, 4.0), Exited("inference-0", 0, 5.0))
+    assert (state.phase, state.code) == ("done", 75)
+    assert run(running(RL), Exited("trainer", -15, 4.0))[0].phase == "failed", "nobody asked it to"
 
 
 def test_a_stop_as_the_last_stage_ends_is_done_and_before_another_stage_saved() -> None:
@@ -117,7 +168,7 @@ def test_failures_name_the_first_cause(events: list[Event], cause: str) -> None:
     assert run(state, Exited("orchestrator", 5, 99.0), Tick(1e9), StopRequested(1e9)) == (state, [])
 
 
-ROLES = st.sampled_from(["sft", "trainer", "orchestrator", "inference-0", "guard", "nobody"])
+ROLES = st.sampled_from(["sft", "trainer", "orchestrator", "inference-0", "inference-1", "guard", "nobody"])
 CODES = st.sampled_from([0, 0, 75, 75, 1, 2, -9, -15])
 STEP = st.one_of(
     st.tuples(st.just("beat"), ROLES, st.booleans()),
@@ -131,9 +182,9 @@ STEP = st.one_of(
 @settings(max_examples=500, deadline=None)
 @given(st.lists(STEP, max_size=40))
 def test_every_run_ends_whatever_happens(script: list[tuple]) -> None:
-    """Then nothing happens any more but time: the run still ends, after at most one deadline a phase."""
+    """Then nothing happens any more but time: the run still ends, after at most one deadline a phase and start."""
     now, stops = 0.0, 0
-    state, actions = begin((SFT, RL), LIMITS, now)
+    state, actions = begin((SFT, TWO), LIMITS, now)
     log: list[object] = list(actions)
 
     def feed(event: Event) -> None:
@@ -168,7 +219,7 @@ def test_every_run_ends_whatever_happens(script: list[tuple]) -> None:
             case "tick":
                 now += rest[0]
                 feed(Tick(now))
-    for _ in range(6):
+    for _ in range(10):  # two services, started again twice each, and a deadline a phase
         if state.over:
             break
         now = state.deadline() + 0.01

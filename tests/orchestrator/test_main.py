@@ -127,6 +127,20 @@ def test_the_evaluated_replica_keeps_its_weights_while_the_trainer_goes_on(tmp_p
     assert len(evals) > 2 and all(e["complete"] for e in evals), [e["reason"] for e in evals]
 
 
+def test_an_evaluation_that_loses_its_replica_begins_anew_on_another(tmp_path: Path) -> None:
+    c = config(tmp_path, steps=3, env="Slow", inference={"replicas": 2}, evaluation={"tasks": 400})
+    with running(c) as (run, orchestrator, trainer):
+        deadline = time.monotonic() + 20
+        while orjson.loads((run / "status" / "orchestrator.json").read_bytes())["phase"] != "evaluating":
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        (run / "rendezvous" / "inference-1.json").unlink()
+        finish(orchestrator, trainer)
+    assert orchestrator.code == 0 and audit(run).ok
+    evals = records(run, "eval")
+    assert [e["stage"] for e in evals] == ["start", "running", "final"] and all(e["complete"] for e in evals)
+
+
 def test_after_a_resume_nothing_is_generated_before_the_trainer_has_put_it_on_record(tmp_path: Path) -> None:
     """The weight store still has the abandoned lineage's weights, and the engine comes up with them."""
     c = config(tmp_path, steps=4, checkpoint={"every": 2})

@@ -19,7 +19,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
 
 @pytest.fixture
 def lab(cluster: Lab) -> Iterator[Lab]:
-    """The cluster with every node idle before the test, and no job of it left after."""
+    """The cluster with every node idle before the test, and no job or fault of it left after."""
     until("idle nodes", lambda: set(cluster.states().values()) == {"idle"}, 60)
     yield cluster
     cluster.run("scancel", "-u", "root")
+    cluster.mend()

@@ -274,6 +274,14 @@ class Lab:
     def heal(self, node: str) -> None:
         self.run("ip", "link", "set", f"v-{node}", "up")
 
+    def mend(self) -> None:
+        """Undo what is left of cuts and power-offs."""
+        for node in self.nodes:
+            if node in self._pids:
+                self.heal(node)
+            else:
+                self.boot(node)
+
     def start_slurmd(self, node: str) -> None:
         (self.root / "spool" / node).mkdir(exist_ok=True)
         self._daemon(node, ["slurmd", "-D", "-N", node], node)

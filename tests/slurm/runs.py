@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import orjson
+
 from prl.orchestrator.audit import audit
 from prl.trainer import ledger
 from prl.transport.run_dir import RunDir
@@ -18,6 +20,8 @@ SITE = "configs/site/lab.yaml"
 
 class Run:
     """One run, submitted as a user would: `sbatch slurm/rl_tiny.sh` on the login node, with `overrides`."""
+
+    _restarts = 0
 
     def __init__(self, lab: Lab, folder: Path, *overrides: str, name: str = "run"):
         self.lab, self.dir, self.log = lab, RunDir(folder / name), folder / f"{name}.follower.log"
@@ -62,11 +66,44 @@ class Run:
         shown = self.lab.run("scontrol", "show", "job", self.follower).stdout
         return int(shown.partition("ExitCode=")[2].partition(":")[0])
 
-    def pid(self, role: str) -> int:
-        """This machine's id of a role's process."""
-        words = f"prl.launch.role\0{role.partition('-')[0]}\0--run\0{self.dir.root}\0--index\0{role.partition('-')[2] or 0}"
+    def pid(self, who: str) -> int:
+        """This machine's id of a role's process, or of the supervisor's (`lead`)."""
+        role, _, index = who.partition("-")
+        words = f"prl.launch.role\0{role}\0--run\0{self.dir.root}\0--index\0{index or 0}\0"
+        if who == "lead":
+            words = f"prl.launch.slurm.lead\0{self.dir.root}\0"
         (pid,) = (pid for node in self.lab.nodes for pid in self.lab.processes(node, words))
         return pid
+
+    def replica_restarts(self) -> list[dict[str, Any]]:
+        """What the supervisor says about the replicas that it has started again."""
+        path = self.dir / "metrics.jsonl"
+        records = map(orjson.loads, path.read_bytes().splitlines()) if path.exists() else ()
+        return [r for r in records if r.get("name") == "restart" and r["role"] == "supervisor"]
+
+    def serves(self, replica: str) -> bool:
+        """Whether the replica has announced itself and says that it lives."""
+        status = self.dir.read_status(replica)
+        return self.dir.address(replica) is not None and status is not None and status["phase"] == "serving"
+
+    def node(self, replica: str) -> str:
+        address = self.dir.address(replica)
+        assert address is not None
+        return next(node for node in self.lab.nodes if self.lab.address(node) == address["host"])
+
+    def restarts(self) -> int:
+        shown = self.lab.run("scontrol", "show", "job", self.job, check=False).stdout
+        return int(shown.partition("Restarts=")[2].split()[0])
+
+    def until_restart(self, timeout_s: float = 120) -> None:
+        """Until Slurm has the job run once more than before."""
+        self._restarts += 1
+
+        def restarted() -> bool:
+            assert not self.ended(), self.told()
+            return self.restarts() >= self._restarts
+
+        until(f"restart {self._restarts} of job {self.job} ({self.log})", restarted, timeout_s)
 
     def assert_nothing_left(self, seconds: float = 30) -> None:
         """Nodes are idle and no process of the run is anywhere, within `seconds`."""

@@ -19,7 +19,7 @@ def test_ten_steps_over_two_nodes_and_two_replicas(lab: Lab, tmp_path: Path) -> 
     run.assert_nothing_left()
     run.assert_whole(10)
     result = json.loads((run.dir / "result.json").read_text())
-    assert result == {"job": run.job, "restarts": 0, "code": 0}
+    assert result == {"job": run.job, "restarts": 0, "code": 0, "cause": ""}
     told = run.told()
     assert f"job {run.job}: trainer on train0 train1, inference on infer0 infer1" in told
     assert "10 of 10 steps" in told and (run.dir / "report.html").exists()

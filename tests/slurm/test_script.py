@@ -10,7 +10,7 @@ import pytest
 from prl.config.load import load
 from prl.config.schema import Component, Slurm
 from prl.launch.slurm.environment import of_the_job, scrubbed
-from prl.launch.slurm.script import Part, Submission, srun, submission
+from prl.launch.slurm.script import Part, Submission, batch, srun, submission
 
 GOLDEN = Path(__file__).with_name("golden")
 CLUSTER = Slurm(
@@ -36,14 +36,16 @@ def check(name: str, text: str) -> None:
 @pytest.mark.parametrize("heterogeneous", [True, False])
 def test_submission(heterogeneous: bool) -> None:
     slurm = CLUSTER.model_copy(update={"heterogeneous": heterogeneous})
-    job = Submission("prl-first", Path("/shared/my runs/100%/first"), Path("/home/me/prl"), slurm, ("exec python -m lead RUN",))
+    job = Submission(
+        "prl-first", Path("/shared/my runs/100%/first"), Path("/home/me/prl"), slurm, batch(["python", "-m", "lead", "a run"])
+    )
     check("heterogeneous.sh" if heterogeneous else "homogeneous.sh", submission(job))
 
 
 def test_submission_of_the_smallest_site() -> None:
     slurm = load("configs/slurm_tiny.yaml", site="configs/site/lab.yaml").launch.slurm
     assert slurm is not None
-    check("lab.sh", submission(Submission("prl-slurm-tiny", Path("/runs/slurm-tiny"), Path("/prl"), slurm, ("exec lead",))))
+    check("lab.sh", submission(Submission("prl-slurm-tiny", Path("/runs/slurm-tiny"), Path("/prl"), slurm, ("lead",))))
 
 
 def test_steps() -> None:

@@ -55,6 +55,25 @@ def submission(job: Submission) -> str:
     return "\n".join([*lines, "", *slurm.setup, *job.body]) + "\n"
 
 
+def batch(command: Sequence[str]) -> tuple[str, ...]:
+    """The batch host's lines: run the command, pass on the time limit's warning, and have the job run again if it was killed.
+
+    A command that fails by itself has decided about that itself. SIGTERM is Slurm ending the job, and reaches the command too.
+    """
+    return (
+        "trap 'kill -USR2 $lead' USR2; trap : TERM",
+        f"{shlex.join(command)} &",
+        "lead=$!",
+        "while wait $lead; code=$?; kill -0 $lead 2>/dev/null; do :; done",
+        "wait $lead; code=$?",
+        "if ((code > 128 && code != 143 && ${SLURM_RESTART_COUNT:-0} < 10)); then",
+        '  echo "the supervisor was killed (exit code $code): job $SLURM_JOB_ID is run again" >&2',
+        "  scontrol requeue $SLURM_JOB_ID && sleep 60",
+        "fi",
+        "exit $code",
+    )
+
+
 def _joined(slurm: Slurm) -> Component:
     """One component with everything that each of them needs."""
     parts: list[Component] = [getattr(slurm, name) for name in COMPONENTS]

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -36,6 +37,7 @@ class Step:
 
     process: subprocess.Popen[bytes]
     file: Path
+    nodes: tuple[str, ...]
     roles: set[str]
     stopped: set[str] = field(default_factory=set)
     unread: bytes = b""
@@ -71,6 +73,8 @@ class SlurmExecutor:
         self.run, self.allocation, self.keep_env, self._cleanup = run, allocation, keep_env, cleanup
         self._steps: list[Step] = []
         self._log_from: dict[str, int] = {}
+        self._lost: Counter[str] = Counter()
+        """Nodes to how often a step on them ended without a word of its tasks, or had to be given up."""
         self._numbers = itertools.count()
         self._folder = run / "steps"
         self._remove()
@@ -90,12 +94,13 @@ class SlurmExecutor:
 
     def nodes_of(self, roles: Sequence[str]) -> tuple[str, ...]:
         """Where the roles of one step run: ranks over all nodes of their component, the orchestrator on the batch host, replica
-        i on node i modulo their number.
+        i on node i modulo their number, or on the node that lost the fewest steps where that one has lost some.
         """
         part = self.part_of(roles[0])
         kind, _, number = roles[0].partition("-")
         if kind == "inference":
-            return (part.nodes[int(number) % len(part.nodes)],)
+            own = part.nodes[int(number) % len(part.nodes)]
+            return (min(part.nodes, key=lambda node: (self._lost[node], node != own)),)
         return part.nodes if len(roles) > 1 else part.nodes[:1]
 
     def _start(self, name: str, specs: Sequence[RoleSpec]) -> None:
@@ -103,7 +108,6 @@ class SlurmExecutor:
         logs = {spec.name: self.run / "logs" / f"{spec.name}.log" for spec in specs}
         for spec in specs:
             self._log_from[spec.name] = logs[spec.name].stat().st_size if logs[spec.name].exists() else 0
-            (self._folder / "ended" / spec.name).unlink(missing_ok=True)
         tasks = [
             {
                 "name": spec.name,
@@ -136,7 +140,7 @@ class SlurmExecutor:
         for stream in (process.stdin, process.stdout):
             assert stream is not None
             os.set_blocking(stream.fileno(), False)
-        self._steps.append(Step(process, file, {spec.name for spec in specs}))
+        self._steps.append(Step(process, file, nodes, {spec.name for spec in specs}))
 
     def poll(self) -> dict[str, int]:
         ended: dict[str, int] = {}
@@ -156,14 +160,17 @@ class SlurmExecutor:
                         ended[name] = int(code)
                         step.roles.discard(name)
             if over:
-                ended |= {name: self._recorded(name) for name in step.roles}
+                for name in step.roles:
+                    ended[name] = self._recorded(step, name)
+                    if ended[name] == LOST:
+                        self._lost.update(step.nodes)
                 self._forget(step)
         return ended
 
-    def _recorded(self, name: str) -> int:
+    def _recorded(self, step: Step, name: str) -> int:
         """What a role that said nothing has written."""
         try:
-            return int((self._folder / "ended" / name).read_text())
+            return int((self._folder / "ended" / f"{step.file.stem}.{name}").read_text())
         except (OSError, ValueError):
             return LOST
 
@@ -173,12 +180,22 @@ class SlurmExecutor:
             stream.close()
         self._steps.remove(step)
 
+    def end(self, names: Sequence[str]) -> None:
+        for step in self._steps:
+            if gone := step.roles & set(names):
+                self._lost.update(step.nodes)
+                step.tell("".join(f"{signal.SIGKILL:d} {name}\n" for name in gone))
+                step.roles -= gone
+                if not step.roles:
+                    step.process.terminate()  # its node may be out of reach: srun ends the step, or waits for nobody
+
     def stopped(self) -> set[str]:
         return {name for step in self._steps for name in step.stopped & step.roles}
 
     def signal(self, names: Sequence[str], number: int) -> None:
         for step in self._steps:
-            step.tell("".join(f"{number:d} {name}\n" for name in names if name in step.roles))
+            if text := "".join(f"{number:d} {name}\n" for name in names if name in step.roles):
+                step.tell(text)
 
     def kill(self) -> list[str]:
         began = time.monotonic()

@@ -2,7 +2,7 @@
 
 `python -I -S task.py STEP.json`, with the standard library only. Standard input brings `NUMBER NAME` (send that signal to that
 process; srun gives every line to every task); its end, whatever ended the supervisor, kills the process. Standard output takes
-`began|stopped|continued NAME` and `ended NAME CODE`; the code also stands in ended/NAME beside the step's file, written whole
+`began|stopped|continued NAME` and `ended NAME CODE`; the code also stands in ended/STEP.NAME beside the step's file, whole
 before it is said, since a node that dies takes its last lines with it.
 """
 
@@ -80,9 +80,10 @@ def main(path: str) -> int:
     # end. A handler and not SIG_IGN, which the role would inherit.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, lambda *_: None)
-    scratch = Path(tempfile.gettempdir()) / f"prl-{step['mark']}-{name}"  # short: paths of sockets have 108 bytes
-    shutil.rmtree(scratch, ignore_errors=True)  # of a life that this node's power ended
-    scratch.mkdir(mode=0o700)
+    begin = f"prl-{step['mark']}-{name}-"  # short: paths of sockets have 108 bytes
+    for left in Path(tempfile.gettempdir()).glob(f"{begin}*"):  # of a life that this node's power ended
+        shutil.rmtree(left, ignore_errors=True)
+    scratch = Path(tempfile.mkdtemp(prefix=begin))
     interface = interface_of(address)
     env = {**os.environ, **task["env"], "TMPDIR": str(scratch), "PRL_SUPERVISOR": str(os.getpid()), "PRL_HOST": address}
     env |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
@@ -102,7 +103,7 @@ def main(path: str) -> int:
     with lock:
         code = role.wait()
     shutil.rmtree(scratch, ignore_errors=True)
-    record(Path(path).parent / "ended" / name, code)
+    record(Path(path).parent / "ended" / f"{Path(path).stem}.{name}", code)
     say("ended", name, code)
     return code if code >= 0 else 128 - code
 

@@ -22,4 +22,13 @@
 #SBATCH --no-kill
 
 module load cuda
-exec python -m lead RUN
+trap 'kill -USR2 $lead' USR2; trap : TERM
+python -m lead 'a run' &
+lead=$!
+while wait $lead; code=$?; kill -0 $lead 2>/dev/null; do :; done
+wait $lead; code=$?
+if ((code > 128 && code != 143 && ${SLURM_RESTART_COUNT:-0} < 10)); then
+  echo "the supervisor was killed (exit code $code): job $SLURM_JOB_ID is run again" >&2
+  scontrol requeue $SLURM_JOB_ID && sleep 60
+fi
+exit $code

@@ -24,4 +24,4 @@
 #SBATCH --time=20
 #SBATCH --no-kill
 
-exec lead
+lead

@@ -1,0 +1,30 @@
+"""A run that failed is tried again, ever later, not for ever, and not where it fails the same way each time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from prl.launch.slurm.again import FIRST_S, LONGEST_S, Failure, again, remembered
+
+
+def test_later_each_time_and_not_for_ever() -> None:
+    failures = [Failure(step, "trainer was killed by SIGKILL") for step in range(20)]
+    waits = [again(failures[: n + 1], 20) for n in range(20)]
+    assert waits[:3] == [FIRST_S, 2 * FIRST_S, 4 * FIRST_S] and waits[18] == LONGEST_S
+    assert waits[19] == "failed 20 times (launch.slurm.tries)"
+
+
+def test_the_same_failure_at_the_same_step_is_the_last() -> None:
+    oom, lost = Failure(3, "trainer ended with exit code 1"), Failure(3, "trainer-1 was killed by SIGKILL")
+    assert again([oom, oom], 5) == "failed twice at step 3 in the same way"
+    assert again([oom, lost, oom], 5) == 4 * FIRST_S, "another cause between them"
+    assert again([oom, Failure(4, oom.cause)], 5) == 2 * FIRST_S, "it has got further"
+
+
+def test_failures_are_remembered(tmp_path: Path) -> None:
+    path = tmp_path / "failures.json"
+    assert remembered(path) == []
+    path.write_bytes(msgspec.json.encode([Failure(3, "why")]))
+    assert remembered(path) == [Failure(3, "why")]

@@ -1,0 +1,67 @@
+"""The fault matrix: a run goes through a fault and still trains every step once, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.lab import Lab, until
+from tests.slurm.runs import Run
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
+
+
+def test_kill_9_of_each_process_that_the_run_cannot_do_without(lab: Lab, tmp_path: Path) -> None:
+    """Each of them has the job run again, under its id, from the last checkpoint."""
+    run = Run(lab, tmp_path, "trainer.steps=16")
+    for step, who in ((3, "orchestrator"), (7, "trainer-1"), (11, "lead")):
+        run.until_step(step)
+        os.kill(run.pid(who), signal.SIGKILL)
+        run.until_restart()
+    assert run.code() == 0, run.told()
+    run.assert_nothing_left()
+    run.assert_whole(16)
+    assert json.loads((run.dir / "result.json").read_text())["restarts"] == 3
+    causes = [failure["cause"] for failure in json.loads((run.dir / "failures.json").read_text())]
+    assert [cause.split()[2] for cause in causes] == ["orchestrator", "trainer-1"]
+    assert "the supervisor was killed (exit code 137)" in run.told()
+
+
+def test_a_replica_is_killed_and_then_loses_its_node(lab: Lab, tmp_path: Path) -> None:
+    """The run goes on with the other replica: in place the first time, on the other one's node the second."""
+    run = Run(lab, tmp_path, "trainer.steps=100")
+    run.until_step(3)
+    os.kill(run.pid("inference-0"), signal.SIGKILL)
+    until("the restart of inference-0", lambda: len(run.replica_restarts()) == 1, 15)
+    until("inference-0 serving again", lambda: run.serves("inference-0"), 120)
+    assert run.node("inference-0") == "infer0"
+    before = run.step()
+    lab.power_off("infer1")
+    until("the restart of inference-1", lambda: len(run.replica_restarts()) == 2, 45)
+    until("inference-1 serving again", lambda: run.serves("inference-1"), 120)
+    assert run.node("inference-1") == "infer0" and before < run.step() < 100
+    lab.boot("infer1")
+    assert run.code() == 0, run.told()
+    run.assert_nothing_left(60)
+    run.assert_whole(100)
+    assert [(r["of"], r["why"].split(":")[0]) for r in run.replica_restarts()] == [
+        ("inference-0", "was killed by SIGKILL (out of memory?)"),
+        ("inference-1", "hangs"),
+    ]
+    assert json.loads((run.dir / "result.json").read_text())["restarts"] == 0
+
+
+def test_a_trainer_node_loses_power(lab: Lab, tmp_path: Path) -> None:
+    """The job waits for a node that it can have instead, or for this one, and goes on from the last checkpoint."""
+    run = Run(lab, tmp_path, "trainer.steps=12", "launch.heartbeat_timeout_s=20")
+    run.until_step(4)
+    lab.power_off("train1")
+    run.until_restart(180)
+    lab.boot("train1")
+    assert run.code() == 0, run.told()
+    run.assert_nothing_left(60)
+    run.assert_whole(12)
