@@ -189,6 +189,25 @@ def bitwise(
 
 
 @app.command()
+def fidelity(
+    seed: Annotated[list[int] | None, typer.Option(help="Of several the last is held against the others' bands.")] = None,
+    model: Annotated[list[str] | None, typer.Option(help="glm_moe_dsa, glm4_moe, qwen3_moe; default all.")] = None,
+    only: Annotated[list[str] | None, typer.Option(help="Pairs whose name has this.")] = None,
+    rounds: Annotated[int, typer.Option(min=2, help="Steps of each run.")] = 4,
+    write: Annotated[bool, typer.Option("--write", help="Write the bands that ship, prl/monitor/bands.yaml.")] = False,
+    json: Json = None,
+) -> None:
+    """How far trainer and engine are apart for each pair of types where nothing is wrong; the bands of docs/fidelity.md."""
+    from prl.bench.fidelity import MODELS, SEEDS, measure
+    from prl.monitor.bands import FILE
+
+    if unknown := set(model or ()) - MODELS.keys():
+        raise typer.BadParameter(f"--model: {', '.join(sorted(unknown))}, expected {', '.join(MODELS)}")
+    to = FILE if write else None
+    _give(lambda: measure(seeds=seed or SEEDS, models=model or tuple(MODELS), only=only or (), rounds=rounds, write=to), json)
+
+
+@app.command()
 def seeds(
     run: Run = None,
     seed: Annotated[list[int] | None, typer.Option(help="Give it as often as you like; default 0, 1 and 2.")] = None,

@@ -367,6 +367,8 @@ class Monitor(Section):
     console: Literal["auto", "live", "plain", "off"] = "auto"
     samples: NonNegativeInt = 8
     """Rollouts kept verbatim per step for the report."""
+    drift: Literal["warn", "stop"] = "warn"
+    """What the alarm does when trainer and engine leave the band of their types (docs/fidelity.md)."""
 
 
 class RunConfig(Section):

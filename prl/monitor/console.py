@@ -22,6 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from prl.config.schema import RunConfig
+from prl.monitor import bands
 from prl.monitor.history import History, Record, RunFolder, Tail, stage_of, statuses
 from prl.monitor.summary import duration, mean, shown
 
@@ -118,10 +119,15 @@ class View:
         reward = orchestrator.get("reward", orchestrator.get("reward_mean"))
         average = sum(k * n for k, n in stale.items()) / max(sum(stale.values()), 1)
         quantiles = leader.get("mismatch") or {}
+        drift = (
+            shown(leader.get("mismatch_kl"), ".1e"),
+            bands.shown(leader, bands.Pair.of(self.config)),
+            f"p99 of |Δ| {shown(quantiles.get('p99'), '.1e')}",
+        )
         return [
             ("reward", f"{shown(reward)} {spark(h.series('orchestrator', 'reward')[1])}"),
             ("held out", f"{shown(rates[-1] if rates else None)} {spark(rates)}"),
-            ("mismatch KL", f"{shown(leader.get('mismatch_kl'), '.1e')}, p99 of |Δ| {shown(quantiles.get('p99'), '.1e')}"),
+            ("mismatch KL", ", ".join(part for part in drift if part)),
             *self._precision(),
             ("staleness", f"mean {average:.2f}, max {max(stale, default=0)}" if stale else "–"),
             ("tokens/s", self._tokens_per_s()),

@@ -79,6 +79,13 @@ class Entry(msgspec.Struct, kw_only=True):
     role: str = ""
 
 
+class Drift(msgspec.Struct, kw_only=True):
+    state: str = ""
+    text: str = ""
+    causes: list[str] = []
+    bounds: dict[str, Number] = {}
+
+
 class Step(Entry, kw_only=True):
     step: int
     loss: Number = None
@@ -88,6 +95,9 @@ class Step(Entry, kw_only=True):
     mismatch_kl: Number = None
     mismatch_kl_own: Number = None
     mismatch: dict[str, Number] | None = None
+    mismatch_own: dict[str, Number] | None = None
+    own_tokens: int = 0
+    drift: Drift | None = None
     rows: float = 0.0
     unrouted_fraction: Number = None
     recaptured_fraction: Number = None

@@ -92,6 +92,9 @@ def mismatch(h: History) -> Figure | None:
     """Mismatch KL by step, all versions and the trainer's own."""
     keys = (("mismatch_kl", "all versions", BLUE), ("mismatch_kl_own", "documents of the trained version alone", TEAL))
     data = [line(*h.series("trainer", key), name, colour) for key, name, colour in keys]
+    bound = h.series("trainer", "drift.bounds.kl")
+    if bound[0]:
+        data.append(line(*bound, "end of the band", RED, width=1.2, dash="dash"))
     return figure(data, "step", "nats per token", yaxis=LOG) if any(d["x"] for d in data) else None
 
 
@@ -272,7 +275,8 @@ CARDS = (
         mismatch,
         "Mean over trained tokens of exp(d) − 1 − d, d = trainer − engine logprob. Tokens of older versions differ since the "
         "weights do, and so do newer ones behind them, which saw keys of the older weights. What is left where the trained "
-        "version sampled all of a document can be rounding, and experts or selections that were not replayed.",
+        "version sampled all of a document can be rounding, and experts or selections that were not replayed; dashed: the "
+        "end of the band that was measured for the types of this run (docs/fidelity.md).",
     ),
     Card("quantiles", "Mismatch of a token", mismatch_quantiles, "Quantiles over the tokens of a step, all versions."),
     Card(
@@ -311,6 +315,7 @@ def tiles(s: dict[str, Any]) -> list[tuple[str, str, str]]:
         ("held out after RL", shown(s["held_out_final"]), f"{shown(gain, '+.3f')}; greedy {shown(s['held_out_final_greedy'])}"),
         ("control", shown(s["held_out_control"]), f"more SFT, {s['control_steps']} steps" if s["control_steps"] else "not run"),
         ("mismatch KL", shown(s["mismatch_kl"], ".1e"), f"last {LAST} steps; own version {shown(s['mismatch_kl_own'], '.1e')}"),
+        ("drift alarms", str(s["drift_alarms"]), s["drift"]),
         ("staleness", shown(s["staleness_max"], "d"), f"at most; mean {shown(s['staleness_mean'], '.2f')}"),
         ("rollouts trained", f"{s['rollouts_trained']:,}", dropped_text(s)),
         ("without own route", shown(s["unrouted_fraction"], ".2%"), f"recaptured {shown(s['recaptured_fraction'], '.2%')}"),

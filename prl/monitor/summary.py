@@ -64,6 +64,15 @@ def dropped_rollouts(history: History) -> Counter[str]:
     return total
 
 
+def drift_of(history: History) -> str:
+    """In one line, whether trainer and engine stayed in their band."""
+    states = Counter((r.get("drift") or {}).get("state") for r in history.steps["trainer"].values())
+    judged = states["within"] + states["above"] + states["alarm"]
+    if not judged:
+        return "not judged"
+    return f"{states['within']} of {judged} judged steps within the band, {states['alarm']} in alarm"
+
+
 def summarise(run: RunFolder, config: RunConfig, history: History) -> dict[str, Any]:
     """The numbers of summary.json; None where a run has not got that far."""
     tasks = config.evaluation.tasks
@@ -89,6 +98,8 @@ def summarise(run: RunFolder, config: RunConfig, history: History) -> dict[str, 
         "evaluations_cut": history.cut_evals,
         "mismatch_kl": mean([r["mismatch_kl"] for r in latest if r.get("mismatch_kl") is not None]),
         "mismatch_kl_own": mean([r["mismatch_kl_own"] for r in latest if r.get("mismatch_kl_own") is not None]),
+        "drift_alarms": sum(e["name"] == "drift" for e in history.events),
+        "drift": drift_of(history),
         "staleness_max": max(staleness, default=None),
         "staleness_mean": sum(s * n for s, n in staleness.items()) / staleness.total() if staleness else None,
         "unrouted_fraction": weighted(history, "unrouted_fraction"),
@@ -164,6 +175,7 @@ def table(summary: dict[str, Any]) -> Table:
         ("gain of RL", shown(gain, "+.3f"), ""),
         ("solve rate of the control", shown(s["held_out_control"]), f"more SFT; greedy {shown(s['held_out_control_greedy'])}"),
         ("mismatch KL", shown(s["mismatch_kl"], ".2e"), f"last {LAST} steps; own version {shown(s['mismatch_kl_own'], '.2e')}"),
+        ("drift alarms", str(s["drift_alarms"]), s["drift"]),
         ("staleness", shown(s["staleness_max"], "d"), f"at most; mean {shown(s['staleness_mean'], '.2f')}"),
         (
             "rows without own route",

@@ -232,10 +232,13 @@ class Seen:
     Of what all ranks of a stream know the same, the first one speaks, so that nothing is counted twice.
     """
 
-    def __init__(self, version: int, mesh: Mesh):
+    def __init__(self, version: int, mesh: Mesh, *, moe_layers: int = 0, n_experts: int = 0):
         self.version, self.device, self.speaks = version, mesh.device, mesh.place == 0
         self.sums: dict[str, Tensor | float] = {}
         self.d: list[Tensor] = []
+        self.own_d: list[Tensor] = []
+        self.own_kl_2LE = torch.zeros(2, moe_layers, n_experts, dtype=torch.float64)
+        """By expert of the engine's routes: sum of the KL of own tokens that used it, and their number."""
         self.expert_counts_LE: Tensor | None = None
 
     def add(
@@ -246,6 +249,9 @@ class Seen:
         own_N = alone(mb, self.version).to(self.device)[x.documents_N][rl_N]
         kl_N = mismatch(d_N)
         self.d.append(d_N if self.speaks else d_N[:0])
+        self.own_d.append(d_N[own_N] if self.speaks else d_N[:0])
+        if self.speaks and self.own_kl_2LE.numel():
+            self.own_kl_2LE += kl_by_expert(mb, kl_N.cpu(), rl_N.cpu(), own_N.cpu(), self.own_kl_2LE.shape[1:])
         self._sum(**selection_counts(x.recorded_TAS, own_TAS))
         self._sum_once(
             loss=loss.detach(),
@@ -256,6 +262,7 @@ class Seen:
             kl=kl_N.sum(),
             own=own_N.sum(),
             kl_own=kl_N[own_N].sum(),
+            **shifted_kl(logprobs_N.detach().double()[rl_N], x.old_logprobs_N[rl_N], x.documents_N[rl_N], own_N),
             **route_counts(mb, replayed=x.forward.routed_T is not None),
         )
 
@@ -280,6 +287,9 @@ class Seen:
         values = [torch.as_tensor(self.sums[n], dtype=torch.float64, device=self.device) for n in names]
         total = mesh.sum(torch.stack(values)).tolist()
         self.d = [mesh.gather(torch.cat(self.d))]
+        self.own_d = [mesh.gather(torch.cat(self.own_d))]
+        if self.own_kl_2LE.numel():
+            self.own_kl_2LE = mesh.sum(self.own_kl_2LE.to(self.device)).cpu()
         if self.expert_counts_LE is not None:
             self.expert_counts_LE = mesh.sum(self.expert_counts_LE)
         return dict(zip(names, total, strict=True))
@@ -302,6 +312,8 @@ class Seen:
                 "mismatch_kl_own": sums["kl_own"] / own if own else None,
                 "own_tokens": int(own),
                 "mismatch": quantiles(d),
+                "mismatch_own": quantiles(self.own_d[0]) or None,
+                "drift_hints": self._hints(sums) if own else None,
                 "ratio_min": float(d.min().exp()),
                 "ratio_max": float(d.max().exp()),
                 "unrouted_fraction": sums["unrouted"] / rows,
@@ -312,6 +324,59 @@ class Seen:
         if sums["selections"]:
             out["selection_flip_fraction"] = sums["selection_flips"] / sums["selections"]
         return out
+
+    def _hints(self, sums: Mapping[str, float]) -> dict[str, float | None]:
+        """What tells causes of a mismatch apart, over own tokens."""
+        d = self.own_d[0]
+        pairs = sums["neighbours"]
+        return {
+            "mean": float(d.mean()),
+            "mean_error": float(d.std(correction=0)) / math.sqrt(len(d)),
+            "size": float(d.abs().mean()),
+            "shifted_kl": min(sums["kl_left"], sums["kl_right"]) / pairs if pairs else None,
+            "expert_contrast": contrast(self.own_kl_2LE),
+        }
+
+
+def shifted_kl(new_N: Tensor, old_N: Tensor, documents_N: Tensor, own_N: Tensor) -> dict[str, Tensor]:
+    """Sums of the mismatch that own tokens would have if the engine's logprobs belonged to the token before, or after."""
+    both = own_N[:-1] & own_N[1:] & (documents_N[:-1] == documents_N[1:])
+    left, right = mismatch(new_N[:-1] - old_N[1:]), mismatch(new_N[1:] - old_N[:-1])
+    return {"neighbours": both.sum(), "kl_left": left[both].sum(), "kl_right": right[both].sum()}
+
+
+HINT_TOKENS = 4096
+"""Own tokens of a micro-batch that are looked at expert by expert."""
+
+
+def kl_by_expert(mb: MicroBatch, kl_N: Tensor, rl_N: Tensor, own_N: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """float64 [2, L, E]: the mismatch of the tokens that each expert had a part in, and their number."""
+    s, (n_layers, n_experts) = mb.sample, shape
+    out_2LE = np.zeros((2, n_layers * n_experts))
+    if s.routes is not None and len(kl_N):
+        rows = np.flatnonzero(shift_left(s.trainable, False))[rl_N.numpy()][own_N.numpy()]
+        keep = s.routed[rows]
+        rows, kl = rows[keep][:HINT_TOKENS], kl_N[own_N].numpy()[keep][:HINT_TOKENS]
+        at_NLK = s.routes[rows].astype(np.int64) + n_experts * np.arange(n_layers)[:, None]
+        out_2LE[0] = np.bincount(at_NLK.ravel(), np.repeat(kl, at_NLK[0].size if len(kl) else 0), n_layers * n_experts)
+        out_2LE[1] = np.bincount(at_NLK.ravel(), minlength=n_layers * n_experts)
+    return torch.from_numpy(out_2LE).view(2, n_layers, n_experts)
+
+
+def contrast(kl_2LE: Tensor) -> float | None:
+    """Mean mismatch of the tokens of the worst expert over that of the other experts of its layer; None without routes.
+
+    Experts with few tokens are left out: they say nothing.
+    """
+    total_L1, number_L1 = kl_2LE.sum(-1, keepdim=True)
+    if not number_L1.numel() or not number_L1.min() > 0:
+        return None
+    kl_LE, number_LE = kl_2LE
+    mean_LE = kl_LE / number_LE.clamp(min=1)
+    rest_LE = (total_L1 - kl_LE) / (number_L1 - number_LE).clamp(min=1)
+    enough_LE = (number_LE > 0.02 * number_L1) & (number_LE >= 16) & (rest_LE > 0)
+    ratios = (mean_LE / rest_LE)[enough_LE]
+    return float(ratios.max()) if len(ratios) else None
 
 
 def route_counts(mb: MicroBatch, *, replayed: bool) -> dict[str, float]:
@@ -366,7 +431,8 @@ class Stepper:
         state, mesh, config = self.state, self.state.mesh, self.config
         t0 = time.perf_counter()
         replay = {"replay": config.router_replay, "replay_selections": config.replay_selections}
-        seen = Seen(state.version, mesh)
+        spec = state.spec
+        seen = Seen(state.version, mesh, moe_layers=len(spec.moe_layers), n_experts=spec.n_experts)
         with state.computing() as policy:
             for mb in batch.micro_batches:
                 x = inputs(mb, mesh.device, context=mesh.context, **replay)

@@ -26,6 +26,7 @@ from prl.monitor.status import Status
 from prl.tokenizer import of_run
 from prl.trainer import checkpoint
 from prl.trainer.checkpoint import CheckpointError, Manifest
+from prl.trainer.drift import DriftError
 from prl.trainer.ledger import LedgerError
 from prl.trainer.nonfinite import NonFiniteError
 from prl.trainer.state import TrainState, failures
@@ -35,7 +36,7 @@ from prl.transport.weights import WeightStoreError
 
 log = logging.getLogger(__name__)
 DONE, FAILED, SAVED = 0, 1, 75
-EXPECTED = (NonFiniteError, CheckpointError, LedgerError, BatchError, WeightStoreError, RankError, TimeoutError)
+EXPECTED = (DriftError, NonFiniteError, CheckpointError, LedgerError, BatchError, WeightStoreError, RankError, TimeoutError)
 """Failures whose message says all; anything else is a fault of ours and keeps its traceback."""
 
 

@@ -16,6 +16,7 @@ from prl.monitor.metrics import Metrics
 from prl.monitor.status import Status
 from prl.samples import Batch
 from prl.trainer.checkpoint import CheckpointError
+from prl.trainer.drift import Drift, DriftError
 from prl.trainer.ledger import Ledger
 from prl.trainer.nonfinite import Guard
 from prl.trainer.state import TrainState
@@ -64,6 +65,7 @@ class Trainer:
         status.set(phase="loading")
         self.state = self._open()
         self.stepper = Stepper(self.state, config.trainer, config.trainer.steps, beat=status.beat)
+        self.drift = Drift(run, config, metrics)
         self.guard = Guard(run / "nonfinite", config.trainer.max_nonfinite)
         self.saver = Saver(run, config, mesh, metrics, status)
         self.orchestrator: bytes | None = None
@@ -98,6 +100,9 @@ class Trainer:
             if self._due():
                 self._save()
             self.guard.check(self.state.skipped)
+            if self.config.monitor.drift == "stop" and self.mesh.any(bool(self.drift.alarm)):
+                self._end(SAVED)
+                raise DriftError(self.drift.alarm or "trainer and engine drift apart: rank 0 says how")
 
     def _open(self) -> TrainState:
         """The state to go on from: the newest complete checkpoint, else the run's first weights. A resume is put on record."""
@@ -201,6 +206,7 @@ class Trainer:
         self.client.trained(batch.step, state.version, {"loss": report.loss, "grad_norm": report.grad_norm})
         if self.mesh.main:
             record = {**report.metrics, "time": {**report.metrics["time"], **seconds}}
+            record["drift"] = self.drift(batch, record)
             self.metrics.log(
                 "step",
                 step=batch.step,
