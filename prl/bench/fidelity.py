@@ -203,7 +203,7 @@ def rows_of(found: Found, fresh: str) -> list[Row]:
             out.append(Row(f"{key}: {name}", float(np.median(values)), "nats", (min(values), max(values)), timed=False))
         held = [s for run, steps in runs.items() if run.startswith(fresh) for s in steps]
         if held:
-            band = bands.band_of(used(runs, fresh))
+            band = bands.band_of(key, used(runs, fresh))
             inside = sum(all(s[m] <= band.bound(m, int(s["tokens"])) for m in bands.MEASURES) for s in held)
             name = f"{key}: steps of the fresh seed within the band"
             out.append(Row(name, inside / len(held), "", goal=Goal(0.9), timed=False))
@@ -252,7 +252,7 @@ def text_of(found: Found, fresh: str, settings: Mapping[str, Any]) -> str:
         "bands:",
     ]
     for key, runs in found.items():
-        band = bands.band_of(used(runs, fresh))
+        band = bands.band_of(key, used(runs, fresh))
         lines.append(f"  {key}:")
         for name, of in (("low", band.low), ("high", band.high)):
             lines.append(f"    {name}: {{{', '.join(f'{m}: {of[m]:.3e}' for m in bands.MEASURES)}}}")

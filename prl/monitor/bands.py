@@ -22,8 +22,12 @@ MEASURES = ("kl", "p50", "p90", "p99")
 """Mean of exp(d) − 1 − d, and quantiles of |d|."""
 MARGIN = {"kl": 10.0, "p50": 2.0, "p90": 2.0, "p99": 2.0}
 """A band goes from the least measured step over this to the greatest times this. The mean hangs on single tokens."""
-FLOOR = {"kl": 1e-11, "p50": 1e-6, "p90": 1e-5, "p99": 1e-4}
-"""No band ends below: what float32 rounds off."""
+FLOOR = {
+    "float32": {"kl": 1e-11, "p50": 1e-6, "p90": 1e-5, "p99": 1e-4},
+    "bfloat16": {"kl": 1e-3, "p50": 5e-4, "p90": 1.5e-2, "p99": 7e-2},
+}
+"""No band ends below, by the narrower type of the pair: what it rounds off in another order of sums. The second is about what a
+float32 trainer and a bfloat16 engine differ by; on one machine two bfloat16 roles run the same kernels, and differ by less."""
 MIN_TOKENS = 64
 """Steps with fewer own tokens are not judged."""
 RAISE, CLEAR = 3, 5
@@ -68,10 +72,11 @@ class Band:
         return self.high[measure] * math.sqrt(max(1.0, self.tokens / max(tokens, 1)))
 
 
-def band_of(steps: list[Mapping[str, float]]) -> Band:
-    """The rule: of steps with their measures and `tokens`, all models and seeds together."""
+def band_of(key: str, steps: list[Mapping[str, float]]) -> Band:
+    """The rule: of steps of the pair with their measures and `tokens`, all models and seeds together."""
+    floor = FLOOR["bfloat16" if "bfloat16" in key else "float32"]
     low = {m: min(s[m] for s in steps) / MARGIN[m] for m in MEASURES}
-    high = {m: max(max(s[m] for s in steps) * MARGIN[m], FLOOR[m]) for m in MEASURES}
+    high = {m: max(max(s[m] for s in steps) * MARGIN[m], floor[m]) for m in MEASURES}
     return Band(low, high, sorted(int(s["tokens"]) for s in steps)[len(steps) // 2])
 
 
@@ -150,8 +155,11 @@ def causes(record: Mapping[str, Any], pair: Pair, excess: float, first: float) -
     if (shifted := hints.get("shifted_kl")) is not None and live["kl"] > 0:
         score["shift"] = 6.0 if shifted < 0.3 * live["kl"] else 0.0
     # A sampled token is likelier under its own distribution than under another: mean d is at most 0 but for noise.
-    if (mean := hints.get("mean")) is not None and mean > 3 * hints["mean_error"] and mean > 0.1 * hints["size"]:
+    if (mean := hints.get("mean")) is not None and mean > 2 * hints["mean_error"] and mean > 0.1 * hints["size"]:
         score["distribution"] = 5.0
+    # At temperature 1 raw and tempered are the same.
+    if (at_one := hints.get("kl_at_1")) is not None and 0.05 * hints["kl_tempered"] > at_one:
+        score["distribution"] = 5.5
     unrouted = record.get("unrouted_fraction") or 0.0
     if pair.replay and unrouted > 0.02:
         score["unrouted"] = 4.0
@@ -208,4 +216,4 @@ def shown(record: Mapping[str, Any], pair: Pair) -> str:
     if kl is None or band is None:
         return ""
     drifts = (record.get("drift") or {}).get("state") == "alarm"
-    return f"own {kl:.1e}, band up to {band.bound('kl', record['own_tokens']):.1e}{' DRIFTS' if drifts else ''}"
+    return f"own {kl:.1e}, band up to {band.bound('kl', record.get('own_tokens') or 0):.1e}{' DRIFTS' if drifts else ''}"

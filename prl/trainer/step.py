@@ -262,6 +262,7 @@ class Seen:
             kl=kl_N.sum(),
             own=own_N.sum(),
             kl_own=kl_N[own_N].sum(),
+            **tempered_kl(mb, kl_N, rl_N, own_N),
             **shifted_kl(logprobs_N.detach().double()[rl_N], x.old_logprobs_N[rl_N], x.documents_N[rl_N], own_N),
             **route_counts(mb, replayed=x.forward.routed_T is not None),
         )
@@ -328,14 +329,28 @@ class Seen:
     def _hints(self, sums: Mapping[str, float]) -> dict[str, float | None]:
         """What tells causes of a mismatch apart, over own tokens."""
         d = self.own_d[0]
-        pairs = sums["neighbours"]
+        pairs, tempered = sums["neighbours"], sums["own_tempered"]
         return {
             "mean": float(d.mean()),
             "mean_error": float(d.std(correction=0)) / math.sqrt(len(d)),
             "size": float(d.abs().mean()),
+            "kl_at_1": sums["kl_at_1"] / sums["own_at_1"] if tempered and sums["own_at_1"] else None,
+            "kl_tempered": sums["kl_tempered"] / tempered if tempered else None,
             "shifted_kl": min(sums["kl_left"], sums["kl_right"]) / pairs if pairs else None,
             "expert_contrast": contrast(self.own_kl_2LE),
         }
+
+
+def tempered_kl(mb: MicroBatch, kl_N: Tensor, rl_N: Tensor, own_N: Tensor) -> dict[str, Tensor | float]:
+    """Sums of the mismatch of own tokens, and their numbers, at temperature 1 and at others."""
+    s = mb.sample
+    rows = np.flatnonzero(shift_left(s.trainable, False))
+    if not len(rows):
+        return dict.fromkeys(("kl_at_1", "own_at_1", "kl_tempered", "own_tempered"), 0.0)
+    one = torch.from_numpy(shift_left(s.temperature)[rows] == 1).to(kl_N.device)[rl_N]
+    at_1, other = own_N & one, own_N & ~one
+    sums = {"kl_at_1": kl_N[at_1].sum(), "own_at_1": at_1.sum(), "kl_tempered": kl_N[other].sum(), "own_tempered": other.sum()}
+    return {**sums}
 
 
 def shifted_kl(new_N: Tensor, old_N: Tensor, documents_N: Tensor, own_N: Tensor) -> dict[str, Tensor]:

@@ -19,7 +19,7 @@ from prl.inference.engine import Engine
 from prl.kernels import weights as weights_module
 from prl.monitor.bands import RAISE, Pair, Verdict, Watch, judge
 
-FP8, MIXED = Pair("float32", "fp8", "float32", "fp8", True), Pair("float32", "bf16", "float32", "fp8", True)
+FP8, MIXED = Pair("float32", "fp8", "float32", "fp8", True), Pair("bfloat16", "bf16", "bfloat16", "fp8", True)
 PLAIN = Pair("bfloat16", "bf16", "bfloat16", "bf16", True)
 Plant = Callable[[Rig, pytest.MonkeyPatch], None]
 MODEL, FRESH = "glm4_moe", 17

@@ -75,8 +75,8 @@ def test_a_pair_without_a_band_is_not_judged() -> None:
 
 def test_the_band_is_the_range_of_the_steps_times_the_margin() -> None:
     steps = [{"kl": k, "p50": 0.0, "p90": 1e-3, "p99": 0.1, "tokens": n} for k, n in ((1e-5, 10), (4e-5, 30), (2e-5, 20))]
-    band = bands.band_of(steps)
-    assert band.high == {"kl": pytest.approx(4e-4), "p50": bands.FLOOR["p50"], "p90": 2e-3, "p99": 0.2}
+    band = bands.band_of("float32 / float32, routes replayed", steps)
+    assert band.high == {"kl": pytest.approx(4e-4), "p50": 1e-6, "p90": 2e-3, "p99": 0.2}
     assert band.low["kl"] == pytest.approx(1e-6) and band.tokens == 20
 
 
