@@ -115,7 +115,7 @@ extensions = {**cpu, **cuda, "ext_modules": [*cpu.get("ext_modules", []), *cuda.
 setup(
     packages=[*find_packages(include=["prl", "prl.*"]), "prl_triton"],
     package_dir={"prl_triton": "csrc/triton"},
-    package_data={"prl.monitor": ["*.html", "*.yaml"], "prl_triton": ["*.json"]},
+    package_data={"prl.monitor": ["*.html", "*.yaml"], "prl.plan": ["*.yaml"], "prl_triton": ["*.json"]},
     options={"bdist_wheel": {"py_limited_api": PYTHON_ABI}} if extensions["ext_modules"] else {},
     **extensions,
 )

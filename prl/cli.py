@@ -16,6 +16,7 @@ COMMANDS = {
     "report": "Write a run's report; --audit proves that every batch was trained once.",
     "score": "Logprobs and experts of given tokens; how two engines differ.",
     "bench": "Measure the pipeline and its kernels.",
+    "plan": "What a run needs and how long its steps take, without a GPU.",
 }
 HELP = """Asynchronous reinforcement learning of Mixture-of-Experts language models.
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from prl.bench import flops, machine
+from prl.bench import machine
 from prl.bench.ops import peaks
 from prl.bench.rows import Goal, Result, Row, quartiles
 from prl.bench.runs import BenchError, say, watch
@@ -24,6 +24,7 @@ from prl.config.load import load
 from prl.models.hf import save_hf
 from prl.models.registry import build, count_parameters, init_weights
 from prl.models.spec import ModelSpec, read_spec
+from prl.plan import flops
 
 SPEED, OVERHEAD = Goal(least=1.3), Goal(most=0.03)
 DOCUMENTS, SHORTEST, LONGEST = 16, 112, 144

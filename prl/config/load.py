@@ -396,10 +396,18 @@ def _missing_files(config: RunConfig) -> Iterator[tuple[str, str]]:
                 yield f"sft.{name}.{i}.path", f"{source.path}: no such file"
 
 
-def load(path: Path | str, overrides: Sequence[str] = (), *, site: Path | str | None = None) -> RunConfig:
+PLANNED = ("inference.engine", "tokenizer.path", "sft.data", "sft.validation")
+"""What a plan can do without, at or below these paths."""
+
+
+def load(
+    path: Path | str, overrides: Sequence[str] = (), *, site: Path | str | None = None, planning: bool = False
+) -> RunConfig:
     """The configuration in `path`, with its bases under it and the overrides over it; ConfigError names every problem.
 
     `site` is a file that goes below all of them: what is true of the cluster.
+    `planning`: nothing will be run, so data, tokenizer and engine need not be there, and a model folder that is not there
+    may be one of the same name beside the file, with no more than its config.json.
 
     Paths of models, tokenizers and data are relative to the working folder, and absolute in what is returned.
     """
@@ -413,10 +421,14 @@ def load(path: Path | str, overrides: Sequence[str] = (), *, site: Path | str | 
         if tree.whole:  # without its file an override may reach for what only seems missing
             for override in overrides:
                 _override(tree, override)
+        if planning:
+            _beside(tree, Path(path).parent)
         if tree.whole or tree.data:
             config = _checked(tree)
     except RecursionError:
         tree.problems.append(Problem(name, "nested too deeply"))
+    if planning:
+        tree.problems = [p for p in tree.problems if not any(f"{p.path}.".startswith(f"{known}.") for known in PLANNED)]
     if config is None or tree.problems:
         raise ConfigError(name, tree.problems)
     found = {s: _absolute(part) for s in ("model", "tokenizer") if (part := getattr(config, s)).path is not None}
@@ -424,6 +436,14 @@ def load(path: Path | str, overrides: Sequence[str] = (), *, site: Path | str | 
         sources = {name: [_absolute(s) for s in getattr(config.sft, name)] for name in ("data", "validation")}
         found["sft"] = config.sft.model_copy(update=sources)
     return config.model_copy(update=found)
+
+
+def _beside(tree: _Tree, folder: Path) -> None:
+    model = tree.data.get("model")
+    if not isinstance(model, dict) or not isinstance(path := model.get("path"), str):
+        return
+    if not (Path(path) / "config.json").is_file() and (folder / path / "config.json").is_file():
+        tree.data = tree.data | {"model": model | {"path": str(folder / path)}}
 
 
 def _absolute(part: Any) -> Any:

@@ -33,6 +33,7 @@ from prl.orchestrator.scheduler import Cut, QueueTooSmall, Rules, Scheduler, Wor
 from prl.orchestrator.spool import Spool, still_needed
 from prl.orchestrator.state import SCHEMA, State, decode, encode
 from prl.orchestrator.waits import Waits
+from prl.plan.search import shape_here
 from prl.samples import Rollout, pack
 from prl.tokenizer import of_run
 from prl.trainer import checkpoint
@@ -344,7 +345,7 @@ class Orchestrator:
         due = cut.step % config.checkpoint.every == 0
         state = self._state(cut, due)
         checksum = measures.checksum(rollouts)
-        streams = data_ranks(config.trainer)
+        streams = data_ranks(config.trainer) if config.trainer.mesh.cp != "auto" else shape_here(config).data
         packed = pack(rollouts, step=cut.step, budget=config.trainer.pack_tokens, ranks=streams, checksum=checksum)
         batches = [batch for batch in packed for _ in range(config.trainer.ranks // streams)]
         while not self.stop.is_set():

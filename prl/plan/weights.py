@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 from prl.config.mesh import MeshShape
 from prl.config.schema import RunConfig
@@ -114,15 +115,15 @@ class Weight:
     shards: int
     """Ranks that FSDP cuts it over."""
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return math.prod(self.shape)
 
-    @property
+    @cached_property
     def layer(self) -> int | None:
         return int(self.name.split(".")[2]) if self.name.startswith("model.layers.") else None
 
-    @property
+    @cached_property
     def shard(self) -> int:
         """Elements of a rank's part, the largest, which FSDP gives to all: along the first dimension, or the second of
         stacks where only that divides."""
@@ -133,7 +134,7 @@ class Weight:
             return self.numel // self.shards
         return -(-first // self.shards) * math.prod(rest)
 
-    @property
+    @cached_property
     def fp8_bytes(self) -> int:
         """Codes and scales of the whole [E, N, K], once."""
         e, n, k = self.shape

@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from prl.config.mesh import MeshShape, resolve
+from prl.config.mesh import MeshShape
 from prl.config.schema import Optim, RunConfig
 from prl.distributed.mesh import Mesh, RankError
 from prl.kernels import registry
@@ -23,6 +23,7 @@ from prl.models.hf import save_hf
 from prl.models.spec import read_spec
 from prl.monitor.metrics import Metrics
 from prl.monitor.status import Status
+from prl.plan.search import here, shape_for
 from prl.tokenizer import of_run
 from prl.trainer import checkpoint
 from prl.trainer.checkpoint import CheckpointError, Manifest
@@ -47,7 +48,7 @@ def first_weights(run: RunDir, config: RunConfig) -> Path | None:
 
 def shape_of(config: RunConfig, start: Path | None) -> MeshShape:
     """How the trainer's ranks are laid out for the model at `start`; MeshError where they cannot be."""
-    return resolve(config.trainer, read_spec(start or config.model.architecture or {}).n_experts)
+    return shape_for(read_spec(start or config.model.architecture or {}), config, here())
 
 
 def open_state(folder: RunDir, config: RunConfig, optim: Optim, mesh: Mesh, start: Path | None) -> TrainState:

@@ -2,9 +2,9 @@
 
 import pytest
 
-from prl.bench.flops import forward, pairs, training
 from prl.models.registry import count_parameters
 from prl.models.spec import read_spec
+from prl.plan.flops import forward, pairs, training
 from tests.trainer.helpers import ARCHITECTURE
 from tests.trainer.invariance import GLM_5
 

@@ -1,0 +1,5 @@
+import sys
+
+from prl.plan import main
+
+sys.exit(main())

@@ -1,0 +1,142 @@
+"""The plan from the command line: it fits or says what would, and docs/plan.md is what it says now."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from prl.config.load import load
+from prl.config.mesh import MeshShape, resolve
+from prl.config.schema import RunConfig
+from prl.models.spec import read_spec
+from prl.plan import main, page, work
+from prl.plan.hardware import HardwareError, find, table
+from prl.plan.plan import make
+from prl.plan.search import changed, shape_for
+from prl.plan.work import Batch, micro_batches, training
+from tests.models.configs import GLM_4_5_AIR, GLM_5
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = ROOT / "configs"
+
+
+def glm5(*overrides: str) -> RunConfig:
+    return load(CONFIGS / "rl_glm5.yaml", overrides, planning=True)
+
+
+@pytest.mark.parametrize(("name", "nodes"), page.LARGE)
+def test_the_large_configurations_fit(name: str, nodes: int) -> None:
+    plan = page.of(name, nodes, search=False)
+    assert not plan.problems and plan.all_gpus == 8 * nodes
+    assert 0 < plan.peak.floor < plan.asked.times.floor <= plan.asked.times.serial
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_the_page_is_current() -> None:
+    text = (ROOT / "docs" / "plan.md").read_text()
+    assert page.page(text) == text
+
+
+def test_the_architectures_beside_the_configurations_are_the_published() -> None:
+    for name, architecture in (("GLM-5", GLM_5), ("GLM-4.5-Air", GLM_4_5_AIR)):
+        assert json.loads((CONFIGS / "models" / name / "config.json").read_text()) == architecture
+
+
+def test_it_needs_no_torch() -> None:
+    code = "import sys, prl.plan.command; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_json_goes_to_stdout(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(CONFIGS / "demo.yaml"), "--hardware", "cpu", "--json", "-"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["problems"] == [] and record["trainer"]["memory"]["total"] == sum(
+        record["trainer"]["memory"]["device"].values()
+    )
+
+
+def test_what_does_not_fit_is_refused_with_the_nearest_that_does(capsys: pytest.CaptureFixture[str]) -> None:
+    args = [str(CONFIGS / "rl_glm45_air.yaml"), "--nodes", "4", "trainer.recompute=none"]
+    assert main(args) == 2
+    said = capsys.readouterr().err
+    assert "cannot run: trainer: a rank needs" in said and "nearest that fits: trainer.recompute=" in said
+    change = said.split("nearest that fits: ")[1].split()
+    assert main([*args, *change]) == 0
+
+
+def test_an_engine_too_small_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(CONFIGS / "rl_glm5.yaml"), "--nodes", "28", "inference.kv_tokens=2097152"]) == 2
+    assert "lower inference.kv_tokens" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["rl_glm5.yaml", "--hardware", "H20"], "neither a file nor one of H100, H200, B200, cpu; did you mean H200?"),
+        (["rl_glm5.yaml", "model.path=models/none"], "models/none: no such file or folder"),
+        (["rl_glm5.yaml", "trainer.mesh.ep=7"], "expected a divisor"),
+        (["rl_glm5.yaml", "--nodes", "17"], "do not share evenly"),
+        (["none.yaml"], "no such file"),
+    ],
+)
+def test_bad_input(args: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(CONFIGS / args[0]), *args[1:]]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_machine_of_ones_own(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(json.dumps(table()["H200"].model_dump(exclude={"name"})))
+    assert find(str(file)).name == "mine"
+    file.write_text("kind: cuda\nflop: 3\n")
+    with pytest.raises(HardwareError, match="flop: Extra inputs"):
+        find(str(file))
+    file.write_text("[")
+    with pytest.raises(HardwareError, match="not a YAML mapping"):
+        find(str(file))
+
+
+def test_work_by_hand() -> None:
+    """GLM-5's experts on 128 ranks, from its published sizes alone."""
+    config = glm5("trainer.mesh.cp=8", "trainer.mesh.ep=8")
+    spec, batch = read_spec(GLM_5), Batch(256, 131072)
+    shape = MeshShape(1, 16, 8, 8)
+    assert micro_batches(config, shape, batch) == 16
+    found = training(spec, config, shape, find("H200"), batch)
+    tokens = 256 * 131072 / 128
+    assert found.flops["fp8"] == pytest.approx(4 * 2 * 75 * tokens * 8 * 3 * 6144 * 2048)
+    none = training(spec, changed(config, {"recompute": "none"}, {}), shape, find("H200"), batch)
+    assert none.flops["fp8"] == pytest.approx(found.flops["fp8"] * 3 / 4) and none.useful == found.useful
+    # Codes and scales gathered twice, gradients in float32 reduced once, 16 times a step, by an adapter for each GPU of a node.
+    experts = 75 * 32 * 3 * 6144 * 2048
+    moved = 16 * experts * (2 * (1 + 4 / 128**2) + 4) * 15 / 16
+    assert found.network == pytest.approx(moved, rel=0.1) and found.network > moved
+    # Twice the ranks between the experts: half of them on each.
+    wide = training(spec, config, MeshShape(1, 16, 8, 16), find("H200"), batch)
+    assert wide.network < found.network
+
+
+def test_twice_the_machine_takes_half_the_time() -> None:
+    h, config = find("H200"), glm5()
+    found = training(read_spec(GLM_5), config, MeshShape(1, 32, 4, 16), h, Batch(256, 131072))
+    fast = h.model_copy(update={k: getattr(h, k) * 2 for k in type(h).model_fields if k.endswith("_per_s")})
+    fast = fast.model_copy(update={"flops": h.flops.model_copy(update={"bf16": h.flops.bf16 * 2, "fp8": h.flops.fp8 * 2})})
+    assert work.times(found, fast).serial == pytest.approx(work.times(found, h).serial / 2)
+
+
+def test_auto_asks_what_fits() -> None:
+    spec = read_spec(GLM_5)
+    config = glm5("trainer.mesh.cp=auto", "trainer.mesh.ep=auto")
+    old = resolve(config.trainer, spec.n_experts)
+    assert shape_for(spec, config, find("cpu")) == old and old.context == 1
+    found = shape_for(spec, config, find("H200"))
+    assert (
+        found.context > 1
+        and not make(spec, changed(config, {}, {"cp": found.context, "ep": found.expert}), find("H200")).asked.problem
+    )
+    assert shape_for(spec, glm5(), find("H200")) == MeshShape(1, 32, 4, 16)
