@@ -166,7 +166,7 @@ def nearest(found: Sequence[Choice]) -> Choice | None:
             continue
         if again is not None:
             t = again.config.trainer
-            keys = {"ranks": ranks, "mesh.cp": again.shape.context, "mesh.ep": again.shape.expert}
+            keys: dict[str, object] = {"ranks": ranks, "mesh.cp": again.shape.context, "mesh.ep": again.shape.expert}
             keys |= {"offload": t.offload, "recompute": t.recompute}
             keys |= {"offload_activations": t.offload_activations} if t.offload_activations else {}
             said = tuple(f"trainer.{k}={v}" for k, v in keys.items())
