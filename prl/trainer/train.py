@@ -125,7 +125,8 @@ class Trainer:
         self.run_dir.record_precision(trainer=self.state.fp8, engine=engine)
         for who, layers in (("the trainer", self.state.fp8), ("engines", engine)):
             log.info("FP8 in %s: %s", who, precision.shortened(layers) or "no layers")
-        self.metrics.log("event", name="precision", trainer=len(self.state.fp8), engine=len(engine))
+        if self.state.fp8 or engine:
+            self.metrics.log("event", name="precision", trainer=len(self.state.fp8), engine=len(engine))
 
     def _known(self, state: TrainState) -> bool:
         try:
