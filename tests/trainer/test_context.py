@@ -43,7 +43,8 @@ def test_what_a_step_measures_counts_every_token_once(mesh: dict[str, int], rank
     assert expected["selection_flip_fraction"] > 0.1 and 0 < expected["loss_masked_sequence"] < 1
     for got, got_loss in ranks.run(4, measure, replace(case, ranks=4, mesh=mesh)):
         assert got.keys() == expected.keys()
-        assert got.pop("mismatch") == pytest.approx(expected["mismatch"], abs=1e-10)
+        for name in ("mismatch", "mismatch_own", "drift_hints"):
+            assert got.pop(name) == pytest.approx(expected[name], abs=1e-10), name
         for name, value in got.items():
             assert value == (pytest.approx(expected[name], abs=1e-10) if isinstance(value, float) else expected[name]), name
         assert got_loss == pytest.approx(loss, abs=1e-10)
