@@ -165,6 +165,17 @@ def context(
 
 
 @app.command()
+def memory(
+    only: Annotated[list[str] | None, typer.Option(help="Cases whose name has this.")] = None,
+    json: Json = None,
+) -> None:
+    """Memory of training steps beside what `prl.plan` says: live tensors by category, and the process's own."""
+    from prl.bench.memory import measure
+
+    _give(lambda: measure(only or ()), json)
+
+
+@app.command()
 def trainer(
     run: Run = None,
     turns: Annotated[int, typer.Option(min=3, help="Steps of each side that are compared.")] = 12,

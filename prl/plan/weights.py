@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from prl.config.mesh import MeshShape
@@ -110,6 +110,7 @@ class Weight:
     """Bytes of an element as the forward sees it; FP8 experts: of the masters."""
     master: int
     trained: bool
+    buffer: bool
     expert: bool
     fp8: bool
     shards: int
@@ -155,7 +156,7 @@ def weights(spec: ModelSpec, config: RunConfig, shape: MeshShape) -> list[Weight
         trained = not buffer and not any(re.fullmatch(p, name) for p in config.model.frozen)
         shards = 1 if buffer else shape.expert_fsdp if expert else shape.fsdp
         wide = fp8 or name.endswith(float32)
-        out.append(Weight(name, held, master if wide else element, master, trained, expert, fp8, shards))
+        out.append(Weight(name, held, master if wide else element, master, trained, buffer, expert, fp8, shards))
     return out if trainer.lora is None else list(_with_adapters(out, trainer.lora.rank, trainer.lora.targets))
 
 
@@ -164,8 +165,8 @@ def _with_adapters(found: list[Weight], rank: int, targets: list[str]) -> Iterat
         place = w.name.removesuffix(".weight")
         linear = len(w.shape) > 1 and w.name not in ("model.embed_tokens.weight",) and not w.name.endswith(".mlp.gate.weight")
         chosen = linear and w.trained and any(re.fullmatch(p, place) for p in targets)
-        yield Weight(w.name, w.shape, w.element, w.master, False, w.expert, w.fp8, w.shards)
+        yield replace(w, trained=False)
         if chosen:
             *stack, n, k = w.shape
-            yield Weight(f"{w.name}_lora_A", (*stack, rank, k), w.element, w.master, True, w.expert, False, w.shards)
-            yield Weight(f"{w.name}_lora_B", (*stack, n, rank), w.element, w.master, True, w.expert, False, w.shards)
+            yield replace(w, name=f"{w.name}_lora_A", shape=(*stack, rank, k), fp8=False)
+            yield replace(w, name=f"{w.name}_lora_B", shape=(*stack, n, rank), fp8=False)
