@@ -72,6 +72,7 @@ def test_names_and_regular_expressions_are_matched_against_full_names() -> None:
         ),
         (r"model\.layers\.0\.self_attn\.kv_a_proj_with_mqa", r"cannot be FP8: its widths \[\d+, 128\] are no multiples of 128"),
         ("lm_head", "lm_head, which cannot be FP8"),
+        (r"model\.layers\.0\.mlp", "model.layers.0.mlp, which cannot be FP8"),
         (r".*\.gate_proj", "gate_proj and .*up_proj are one product: choose both, or neither"),
     ],
 )
