@@ -409,7 +409,7 @@ def test_a_read_only_folder_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_help_with_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    module = importlib.import_module(f"prl.{'bench.command' if command == 'bench' else command}")
+    module = importlib.import_module(f"prl.{command}.command" if command in ("bench", "plan") else f"prl.{command}")
     assert module.main(["--help"]) == 0
     text = capsys.readouterr().out
     assert "Usage:" in text and f"python -m prl.{command} " in text.split("Example", 1)[1]
