@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import json
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,7 +21,7 @@ import numpy as np
 
 from prl.bench import machine
 from prl.bench.rows import Result, Row
-from prl.bench.runs import BenchError, say
+from prl.bench.runs import run_ranks, say
 
 TIMEOUT_S = 900.0
 MODEL: dict[str, Any] = {
@@ -74,21 +73,8 @@ def run(length: int, cp: int) -> list[dict[str, float]]:
     """What each rank found."""
     with tempfile.TemporaryDirectory() as folder:
         args = [[sys.executable, "-m", "prl.bench.context", str(r), str(cp), str(length), folder] for r in range(cp)]
-        ranks = [subprocess.Popen(a, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for a in args]
-        found = []
-        try:
-            for r, process in enumerate(ranks):
-                out, err = process.communicate(timeout=TIMEOUT_S)
-                if process.returncode:
-                    raise BenchError(f"{length} tokens, cp {cp}: rank {r} ended with {process.returncode}:\n{err[-2000:]}")
-                found.append(json.loads(out.splitlines()[-1]))
-        except subprocess.TimeoutExpired:
-            raise BenchError(f"{length} tokens, cp {cp}: no end after {TIMEOUT_S:g} s") from None
-        finally:
-            for process in ranks:
-                process.kill()
-                process.wait()
-    return found
+        found: list[dict[str, float]] = run_ranks(args, f"{length} tokens, cp {cp}", TIMEOUT_S)
+        return found
 
 
 def rank(index: int, cp: int, length: int, folder: Path) -> dict[str, float]:

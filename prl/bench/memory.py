@@ -7,7 +7,6 @@ once as it is. On a CPU device and host are one memory, so what the plan puts on
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import tempfile
 from collections import Counter
@@ -20,7 +19,7 @@ import orjson
 
 from prl.bench import machine
 from prl.bench.rows import Goal, Result, Row
-from prl.bench.runs import BenchError, say
+from prl.bench.runs import run_ranks, say
 from prl.config.mesh import resolve
 from prl.config.schema import RunConfig
 from prl.models.spec import read_spec
@@ -182,21 +181,4 @@ def run(case: Case, *, tracked: bool) -> list[dict[str, Any]]:
         ranks = case.config.trainer.ranks
         base = [sys.executable, "-m", "prl.bench.memory_rank", str(folder / "spec.json")]
         env = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-        processes = [
-            subprocess.Popen([*base, str(r), name], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
-            for r in range(ranks)
-        ]
-        found = []
-        try:
-            for r, process in enumerate(processes):
-                out, err = process.communicate(timeout=TIMEOUT_S)
-                if process.returncode:
-                    raise BenchError(f"rank {r} ended with {process.returncode}:\n{err[-2000:]}")
-                found.append(orjson.loads(out.splitlines()[-1]))
-        except subprocess.TimeoutExpired:
-            raise BenchError(f"no end after {TIMEOUT_S:g} s") from None
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
-        return found
+        return run_ranks([[*base, str(r), name] for r in range(ranks)], "training steps", TIMEOUT_S, env)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+import orjson
 import psutil
 
 from prl.bench.machine import CpuTimes, share_of_others
@@ -164,6 +165,27 @@ class Settled:
     @property
     def steps_per_s(self) -> float:
         return self.steps / self.seconds
+
+
+def run_ranks(
+    commands: Sequence[Sequence[str]], what: str, timeout_s: float, env: Mapping[str, str] | None = None
+) -> list[Any]:
+    """What each process printed last, a JSON line; none is left behind. BenchError where one fails or is too slow."""
+    processes = [subprocess.Popen(c, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) for c in commands]
+    found = []
+    try:
+        for r, process in enumerate(processes):
+            out, err = process.communicate(timeout=timeout_s)
+            if process.returncode:
+                raise BenchError(f"{what}: rank {r} ended with {process.returncode}:\n{err[-2000:]}")
+            found.append(orjson.loads(out.splitlines()[-1]))
+    except subprocess.TimeoutExpired:
+        raise BenchError(f"{what}: no end after {timeout_s:g} s") from None
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    return found
 
 
 def check_steps(steps: int, warmup: int, cooldown: int) -> None:

@@ -51,12 +51,9 @@ class Pair:
 
     @property
     def key(self) -> str:
-        roles = [dtype + (" with fp8" if p == "fp8" else "") for dtype, p in ((self.trainer_dtype, self.trainer), self._engine)]
-        return f"{roles[0]} / {roles[1]}, routes {'replayed' if self.replay else 'not replayed'}"
-
-    @property
-    def _engine(self) -> tuple[str, str]:
-        return self.engine_dtype, self.engine
+        roles = (self.trainer_dtype, self.trainer), (self.engine_dtype, self.engine)
+        trainer, engine = (dtype + (" with fp8" if precision == "fp8" else "") for dtype, precision in roles)
+        return f"{trainer} / {engine}, routes {'replayed' if self.replay else 'not replayed'}"
 
 
 @dataclass(frozen=True)
