@@ -360,9 +360,16 @@ def feed_forward(s: Sizes, name: str, width: int) -> list[Op]:
     ]
 
 
+def received(s: Sizes) -> int:
+    """Tokens at a rank's experts where all experts get as many: of each rank those with one of theirs here."""
+    share = 1 - (1 - 1 / s.expert_ranks) ** s.spec.top_k
+    return round(s.t * s.expert_ranks * share)
+
+
 def expert_rows(s: Sizes) -> int:
-    """Rows of a rank's experts where all experts get as many."""
-    slots = s.t * s.spec.top_k
+    """Rows that a rank's experts have room for: of every token here all its slots, those of other ranks' experts too, since how
+    many are their own is not known on the host."""
+    slots = received(s) * s.spec.top_k
     if not s.fp8:
         return slots
     e = s.spec.n_experts // s.expert_ranks

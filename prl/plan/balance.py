@@ -15,8 +15,8 @@ from prl.models.spec import ModelSpec
 from prl.plan import flops
 from prl.plan.hardware import Hardware
 from prl.plan.memory import kv_token_bytes
-from prl.plan.weights import BYTES, shapes
-from prl.plan.work import Batch
+from prl.plan.weights import BYTES, engine_bytes, engine_patterns
+from prl.plan.work import Batch, shares
 
 
 @dataclass(frozen=True)
@@ -33,16 +33,15 @@ class Rollouts:
 def rollouts(spec: ModelSpec, config: RunConfig, gpus: int, hardware: Hardware, batch: Batch, sampled: float) -> Rollouts:
     """`gpus`: of one engine; `sampled`: share of a rollout's tokens that the model wrote."""
     i, s = config.inference, hardware.achieved
-    a, fp8 = BYTES[i.dtype], i.precision == "fp8"
+    a, coded = BYTES[i.dtype], shares(spec, engine_patterns(config))
     room = max(2 * i.kv_tokens // batch.length, 1)  # half of it is there on average
     n = max(min(i.max_batch, room, math.ceil(config.orchestrator.max_in_flight / i.replicas)), 1)
     read = 0.0
-    for name, shape in shapes(spec).items():
-        size = math.prod(shape)
+    for name, size in engine_bytes(spec, config).items():
         if ".mlp.experts." in name:
-            read += size * (1 if fp8 else a) * (1 - (1 - spec.top_k / spec.n_experts) ** n)
+            read += size * (1 - (1 - spec.top_k / spec.n_experts) ** n)
         elif name != "model.embed_tokens.weight" or spec.tied:
-            read += size * a
+            read += size
     context = batch.length / 2
     kept = min(context, spec.index_topk) if spec.index_topk else context
     cache = n * kept * kv_token_bytes(spec, a)
@@ -50,7 +49,7 @@ def rollouts(spec: ModelSpec, config: RunConfig, gpus: int, hardware: Hardware, 
     per_token = {k: v / batch.length for k, v in parts.items()}
 
     def computed(tokens: float, head: bool) -> float:
-        fast = per_token["experts"] if fp8 else 0.0
+        fast = sum(per_token[part] * share for part, share in coded.items())
         slow = sum(per_token.values()) - fast - per_token["attention"] - (0 if head else per_token["head"])
         slow /= hardware.flops.bf16 * s.bf16
         seconds = fast / (hardware.flops.fp8 * s.fp8) + slow + per_token["attention"] / (hardware.flops.bf16 * s.attention)

@@ -17,7 +17,7 @@ from prl.config.mesh import MeshShape
 from prl.config.schema import RunConfig
 from prl.models.spec import ModelSpec
 from prl.plan.activations import Op, attended, block, norm, sizes
-from prl.plan.weights import BYTES, Weight, shapes, weights
+from prl.plan.weights import BYTES, Weight, engine_bytes, weights
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "buffers", "kv")
 CHUNK = 1 << 26
@@ -121,7 +121,14 @@ class _Trainer:
         self.weights = weights(spec, config, shape)
         self.layers = [[x for x in self.weights if x.layer == i] for i in range(spec.n_layers)]
         self.rest = [x for x in self.weights if x.layer is None]
-        self.ops = [block(self.s, i) for i in range(spec.n_layers)]
+        kinds: dict[tuple[bool, bool], list[Op]] = {}  # blocks of one kind have the same ops
+        self.ops = []
+        for i in range(spec.n_layers):
+            kind = i in spec.moe_layers, i in spec.indexed_layers
+            if kind not in kinds:
+                kinds[kind] = block(self.s, i)
+            self.ops.append(kinds[kind])
+        self.fp8_sizes = [sum(x.fp8_bytes // x.shards for x in layer if x.fp8) for layer in self.layers]
         self.head = self._head()
 
     def _head(self) -> list[Op]:
@@ -174,7 +181,7 @@ class _Trainer:
         def phase(name: str, gradients: int, **found: int) -> None:
             more = {k.replace("_", ": ", 1).replace("_", " "): v for k, v in found.items()}
             there = Counter(device) + Counter(more)
-            (host if on_host else there)["gradients: sums"] += gradients
+            (host if on_host else there)["gradients: sums"] = gradients
             there["parameters: FP8"] = self.fp8(name)
             if self.fsdp and name != "update":  # embedding, last norm and LM head are one unit, whole all along
                 there["parameters: gathered"] += sum(x.numel * x.element for x in self.rest)
@@ -239,8 +246,8 @@ class _Trainer:
 
     def fp8(self, phase: str) -> int:
         """FP8 copies of weights: made on first use after an update, those of the transposed weights in the first backward; the
-        old         ones go where new ones take their place. With FSDP each rank's own, once."""
-        sizes = [sum(x.fp8_bytes // x.shards for x in layer if x.fp8) for layer in self.layers]
+        old ones go where new ones take their place. With FSDP each rank's own, once."""
+        sizes = self.fp8_sizes
         if self.fsdp:
             return sum(sizes)
         kind, _, layer = phase.partition(" of layer ")
@@ -415,14 +422,7 @@ def inference_memory(spec: ModelSpec, config: RunConfig, gpus: int, hardware: Ha
     """Of one GPU of an engine of `gpus`, over which weights are cut evenly; the embedded engine has one. `inference.kv_tokens`
     is the whole engine's; MLA's cache is the same on all its GPUs, of other models key heads are cut."""
     i = config.inference
-    a, fp8 = BYTES[i.dtype], i.precision == "fp8"
-    total = 0
-    for name, shape in shapes(spec).items():
-        n = 1
-        for side in shape:
-            n *= side
-        wide = max(a, 4) if name.endswith("e_score_correction_bias") or name.endswith("weights_proj.weight") else a
-        total += n + n // (128 * 128) * 4 if fp8 and ".mlp.experts." in name else n * wide
+    a, total = BYTES[i.dtype], sum(engine_bytes(spec, config).values())
     kv = i.kv_tokens * kv_token_bytes(spec, a)
     if spec.architecture != "glm_moe_dsa":
         kv //= min(gpus, spec.raw["num_key_value_heads"])

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from prl.config.mesh import MeshShape
 from prl.config.schema import RunConfig
 from prl.models.spec import ModelSpec
 from prl.plan.hardware import Hardware
-from prl.plan.weights import BLOCK, BYTES, shapes
+from prl.plan.weights import BLOCK, BYTES, can_be_fp8, engine_patterns, shapes
 
 
 @dataclass(frozen=True)
@@ -30,16 +31,13 @@ class Transfer:
 
 
 def transfer(spec: ModelSpec, config: RunConfig, shape: MeshShape, gpus: int, hardware: Hardware) -> Transfer:
-    """`gpus`: of one engine. The trainer sends the model's type; experts that an engine runs in FP8 as codes and scales where
-    the trainer holds them so."""
+    """`gpus`: of one engine. The trainer sends the model's type, and what an engine computes in FP8 as codes and scales."""
     element = BYTES[config.model.dtype]
-    codes = config.trainer.precision == config.inference.precision == "fp8"
+    patterns = engine_patterns(config)
     stored = 0
     for name, shape_ in shapes(spec).items():
-        n = 1
-        for side in shape_:
-            n *= side
-        stored += n + 4 * (n // BLOCK**2) if codes and ".mlp.experts." in name else n * element
+        n = math.prod(shape_)
+        stored += n + 4 * (n // BLOCK**2) if can_be_fp8(name, shape_, patterns) else n * element
     rate = hardware.network_bytes_per_s * hardware.achieved.network
     if hardware.kind == "cpu":
         rate = hardware.memory_bytes_per_s * hardware.achieved.memory

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -35,6 +35,34 @@ def shapes(spec: ModelSpec) -> dict[str, Shape]:
     out["model.norm.weight"] = (spec.hidden_size,)
     if not spec.tied:
         out["lm_head.weight"] = (spec.vocab_size, spec.hidden_size)
+    return out
+
+
+def can_be_fp8(name: str, shape: Sequence[int], patterns: Sequence[str]) -> bool:
+    """Whether the layer of this weight computes in FP8 where `patterns` choose, as `prl.models.precision.chosen`."""
+    layer = name.rpartition(".")[0]
+    linear = len(shape) > 1 and name.startswith("model.layers.") and ".indexer." not in name
+    if not linear or layer.endswith((".mlp.gate", ".kv_b_proj")) or any(n % BLOCK for n in shape[-2:]):
+        return False
+    return any(re.fullmatch(p, layer) for p in patterns)
+
+
+def engine_patterns(config: RunConfig) -> Sequence[str]:
+    """Of the layers that an engine computes in FP8; empty where it has none."""
+    if config.inference.precision != "fp8":
+        return ()
+    found = config.inference.fp8_layers
+    return config.trainer.fp8_layers if found is None else found
+
+
+def engine_bytes(spec: ModelSpec, config: RunConfig) -> dict[str, int]:
+    """Of each tensor as an engine holds it, codes with their scales."""
+    a, patterns = BYTES[config.inference.dtype], engine_patterns(config)
+    out = {}
+    for name, shape in shapes(spec).items():
+        n = math.prod(shape)
+        wide = max(a, 4) if name.endswith(("e_score_correction_bias", "weights_proj.weight")) else a
+        out[name] = n + n // BLOCK**2 * 4 if can_be_fp8(name, shape, patterns) else n * wide
     return out
 
 

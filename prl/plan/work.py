@@ -9,6 +9,7 @@ backward; ranks that share a row exchange keys, or heads.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -17,7 +18,7 @@ from prl.config.schema import RunConfig
 from prl.models.spec import ModelSpec
 from prl.plan import flops
 from prl.plan.hardware import PEAK, Achieved, Hardware
-from prl.plan.weights import BYTES, Weight, weights
+from prl.plan.weights import BYTES, Weight, can_be_fp8, shapes, weights
 
 SPARE = 8
 """Elementwise bytes of a forward, in units of a block's stream [tokens, hidden]: norms read and written, sums, rotation and the
@@ -106,16 +107,19 @@ def training(
         k: v * batch.rollouts / shape.data / shape.context for k, v in flops.forward(spec, [batch.length], batch.length).items()
     }
     again = _again(config)
-    fp8 = trainer.precision == "fp8"
+    coded = shares(spec, trainer.fp8_layers) if trainer.precision == "fp8" else {}
     by: dict[str, float] = {"bf16": 0.0, "fp8": 0.0, "attention": 0.0}
     for part, n in parts.items():
-        kind = "attention" if part == "attention" else "fp8" if fp8 and part == "experts" else "bf16"
-        if part == "head":
-            by[kind] += n * 4  # the chunked LM head computes its logits again
+        if part == "attention":
+            by["attention"] += n * (3 + again["attention"])
+        elif part == "head":
+            by["bf16"] += n * 4  # the chunked LM head computes its logits again
         elif part == "indexer":
-            by[kind] += n * (1 + again["attention"])
+            by["bf16"] += n * (1 + again["attention"])
         else:
-            by[kind] += n * (3 + again.get(part, 0.0))
+            done = n * (3 + again.get(part, 0.0))
+            by["fp8"] += done * coded.get(part, 0.0)
+            by["bf16"] += done * (1 - coded.get(part, 0.0))
     useful = 3 * sum(parts.values()) - 2 * parts["indexer"]
 
     held = weights(spec, config, shape) if held is None else held
@@ -169,6 +173,21 @@ def training(
     if trainer.offload_activations:
         pcie += 2 * mean * spec.hidden_size * a * spec.n_layers
     return Work(by, memory, link, network, pcie, host, rounds, useful)
+
+
+def shares(spec: ModelSpec, patterns: Sequence[str]) -> dict[str, float]:
+    """Of the weights of projections, feed-forwards and experts the share whose layer computes in FP8."""
+    every: Counter[str] = Counter()
+    fp8: Counter[str] = Counter()
+    for name, shape in shapes(spec).items():
+        if len(shape) < 2 or not name.startswith("model.layers.") or ".indexer." in name or name.endswith(".mlp.gate.weight"):
+            continue
+        part = "experts" if ".mlp.experts." in name else "projections" if ".self_attn." in name else "feed-forwards"
+        size = math.prod(shape)
+        every[part] += size
+        if can_be_fp8(name, shape, patterns):
+            fp8[part] += size
+    return {part: fp8[part] / n for part, n in every.items()}
 
 
 def _again(config: RunConfig) -> dict[str, float]:

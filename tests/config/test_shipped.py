@@ -20,8 +20,8 @@ LARGE = {
     "rl_glm45_air": (GLM_4_5_AIR, MeshShape(1, 4, 4, 8)),
     "rl_intellect3": (GLM_4_5_AIR, MeshShape(1, 16, 8, 8)),
     "sft_glm5": (GLM_5, MeshShape(1, 16, 8, 8)),
-    "rl_glm5": (GLM_5, MeshShape(1, 32, 4, 16)),
-    "rl_glm5_20": (GLM_5, MeshShape(1, 32, 4, 16)),
+    "rl_glm5": (GLM_5, MeshShape(1, 16, 8, 16)),
+    "rl_glm5_20": (GLM_5, MeshShape(1, 16, 8, 16)),
     "rl_glm5_16": (GLM_5, MeshShape(1, 8, 8, 32)),
 }
 
