@@ -355,6 +355,7 @@ async def _serve(server: Server, run: RunDir, name: str, status: Status, metrics
     host = os.environ.get("PRL_HOST", "127.0.0.1")
     run.announce(name, host=host, port=await server.start(host))
     before, t = server.engine.stats(), time.time()
+    status.set(phase="serving", step=before["version"])
     while not stop.is_set() and not server.failure:
         await asyncio.sleep(0.2)
         stats, now = server.engine.stats(), time.time()

@@ -238,7 +238,7 @@ def _lost(state: State, now: float, role: str, what: str, code: int = FAILED) ->
         role not in services
         or not (services & state.started & state.alive) - {role}
         or tried >= state.limits.restarts
-        or state.phase not in ("running", "draining")
+        or state.phase not in ("starting", "running", "draining")
         or code == CONFIG
     ):
         return _fail(state, now, role, what, code)

@@ -87,6 +87,14 @@ def test_a_service_that_is_lost_while_another_serves_is_started_again() -> None:
     assert late.phase == "failed" and "inference-0 did not start" in late.cause, "twice, and no third time"
 
 
+def test_a_service_that_does_not_start_is_started_again_if_another_has() -> None:
+    state, _ = begin((TWO,), LIMITS, 0.0)
+    assert run(state, Exited("inference-0", -9, 3.0))[0].phase == "failed", "it may be the fault of all"
+    state, actions = run(state, Began(1.0), Beat("inference-1", True, 2.0), Exited("inference-0", -9, 3.0))
+    assert (state.phase, actions) == ("starting", [Restart("inference-0", "was killed by SIGKILL (out of memory?)")])
+    assert run(state, *(Beat(role, True, 4.0) for role in TWO.roles))[0].phase == "running"
+
+
 @pytest.mark.parametrize(
     ("events", "cause"),
     [
