@@ -23,7 +23,7 @@ from prl.launch.roles import limits_of, role_specs, stages_of
 from prl.launch.supervisor import CONFIG, DONE, FAILED, State, Supervisor
 from prl.monitor.console import Console
 from prl.trainer.checkpoint import CheckpointError, latest_complete
-from prl.transport.run_dir import RunDir
+from prl.transport.run_dir import RunDir, keep_private
 
 FULL = 1 << 16
 """Bytes; a disk with fewer is taken for the reason of a failure."""
@@ -242,6 +242,7 @@ def command(
         if dry_run:
             print(dump(resolved), end="")
             return
+        keep_private()
         try:
             run.create()
         except OSError as e:

@@ -16,7 +16,7 @@ from prl.config.load import ConfigError, load
 from prl.config.named import SetupError
 from prl.config.schema import Model, RunConfig
 from prl.launch.role import demand_kernels
-from prl.transport.run_dir import RunDir
+from prl.transport.run_dir import RunDir, keep_private
 
 HELP = """Serve a model over HTTP with vLLM's routes, until Ctrl-C.
 
@@ -81,6 +81,7 @@ def _serve(config: RunConfig, host: str, port: int, run: RunDir) -> int:
     except WeightError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
+    keep_private()
     try:
         run.create()
         secret = run.secret

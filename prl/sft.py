@@ -14,6 +14,7 @@ from prl.config.load import ConfigError, Problem, dump
 from prl.launch.local import RunBusy
 from prl.launch.supervisor import CONFIG, DONE, FAILED
 from prl.rl import execute, open_run, say, tell
+from prl.transport.run_dir import keep_private
 
 HELP = """Train a model on the worked answers of the configuration's environments (its section `sft`).
 
@@ -47,6 +48,7 @@ def command(
         if dry_run:
             print(dump(resolved), end="")
             return
+        keep_private()
         run.create()
     except (ConfigError, OSError) as e:
         say(str(e))

@@ -177,6 +177,7 @@ def _die_with_parent(parent: int) -> None:
 def _keeper() -> None:
     """Make the namespaces through a child, write its user map, pass on what the first process answers."""
     request = json.loads(sys.stdin.buffer.read())
+    os.umask(0o022)  # the snippet is another user in there
     _die_with_parent(os.getppid())
     ready, mapped, answer = os.pipe(), os.pipe(), os.pipe()
     keeper = os.getpid()

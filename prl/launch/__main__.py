@@ -20,7 +20,7 @@ from prl.launch.slurm.script import Submission, batch, submission
 from prl.launch.slurm.submit import follow, submit
 from prl.launch.supervisor import CONFIG, FAILED
 from prl.rl import open_run, say, store
-from prl.transport.run_dir import RunDir
+from prl.transport.run_dir import RunDir, keep_private
 
 JOB = "job.json"
 HELP = """Submit a run to Slurm and follow it; the exit code is the run's.
@@ -69,8 +69,9 @@ def command(
         if dry_run:
             print(submission(job), end="")
             return
+        keep_private()  # sbatch passes it on to the job
         run.create()
-    except ConfigError as e:
+    except (ConfigError, OSError) as e:
         say(str(e))
         raise typer.Exit(CONFIG) from None
     try:

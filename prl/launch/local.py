@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -27,6 +28,8 @@ _KEPT = frozenset(
     + ["HF_HOME", "HF_HUB_OFFLINE", "TRITON_CACHE_DIR"]
 )
 _KEPT_PREFIXES = ("LC_", "PYTHON", "PRL_", "SLURM_", "CUDA_", "NVIDIA_", "NCCL_", "GLOO_", "TORCH", "XDG_", "MALLOC_")
+_PRIVATE = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|JWT|COOKIE|(^|_)AUTH(_|$)", re.IGNORECASE)
+"""In names of what is not for a role, whatever else is in them (SLURM_JWT, NVIDIA_API_KEY)."""
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS", "RAYON_NUM_THREADS")
 
 
@@ -109,7 +112,9 @@ def usable_cores() -> int:
 
 def role_environment(base: Mapping[str, str], kept: Sequence[str], threads: int) -> dict[str, str]:
     """What a role inherits of `base`: names known to be needed and those in `kept`, no tokens or passwords; and its threads."""
-    env = {k: v for k, v in base.items() if k in _KEPT or k in kept or k.startswith(_KEPT_PREFIXES)}
+    env = {
+        k: v for k, v in base.items() if k in kept or k in _KEPT or (k.startswith(_KEPT_PREFIXES) and not _PRIVATE.search(k))
+    }
     return {**env, **dict.fromkeys(_THREADS, str(threads)), "PYTHONUNBUFFERED": "1"}
 
 

@@ -18,7 +18,7 @@ import typer
 from prl.config.load import ConfigError, load_resolved
 from prl.config.named import SetupError
 from prl.launch.supervisor import CONFIG
-from prl.transport.run_dir import RunDir
+from prl.transport.run_dir import RunDir, keep_private
 
 MAINS = {
     "trainer": "prl.trainer.train:main",
@@ -58,6 +58,7 @@ def main(
     index: Annotated[int, typer.Option(help="Rank or replica.")] = 0,
 ) -> None:
     """Run one role of a run until it ends or is asked to (SIGTERM, SIGINT, SIGUSR2: save at the next safe point and end)."""
+    keep_private()
     faulthandler.enable()
     if supervisor := os.environ.get("PRL_SUPERVISOR"):
         die_with_parent(int(supervisor))

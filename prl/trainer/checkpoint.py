@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from prl.transport.run_dir import RunDir
+from prl.transport.run_dir import RunDir, exposed
 
 _COMPLETE = re.compile(r"step_(\d+)")
 TRAINER, ORCHESTRATOR, MANIFEST = "trainer", "orchestrator.bin", "manifest.json"
@@ -157,27 +157,25 @@ def checksums(folder: Path, names: Iterable[str]) -> dict[str, File]:
 
 
 def verify(folder: Path, part: str = "", *, share: tuple[int, int] = (0, 1)) -> Manifest:
-    """Check owner and mode of the folder, then size and checksum of every file; CheckpointError names what fails.
+    """Check owner and mode of what leads to the pickle, then size and checksum of every file; CheckpointError names what fails.
 
     Only then may the files be read: one of them is a pickle. `part` restricts the check to a file or folder below, `share`
     (rank, ranks) the checksums to this rank's files: together the ranks check all of them.
     """
-    for path in (folder, folder / TRAINER):
+    for path in (folder.parent, folder, folder / TRAINER):  # who may write into the parent can put another folder here
         try:
-            stat = path.stat()
+            _demand_own(path)
         except OSError as e:
             raise _damaged(folder, f"{path}: missing") from e
-        if stat.st_uid != os.getuid() or stat.st_mode & 0o022:
-            raise CheckpointError(
-                f"{path}: owner {stat.st_uid}, mode {stat.st_mode & 0o777:o}; expected owner {os.getuid()} and not writable "
-                "by others, since it holds a pickle (chown, chmod go-w)"
-            )
+    reached = (folder / TRAINER).stat().st_mode & 0o011
     manifest = read_manifest(folder)
     wanted = {name: file for name, file in manifest.files.items() if name.startswith(part)}
     for name, expected in wanted.items():
         path = folder / name
         if not path.is_file():
             raise _damaged(folder, f"{path}: missing; the manifest names it")
+        if reached:
+            _demand_own(path)
         if (size := path.stat().st_size) != expected.size:
             raise _damaged(folder, f"{path}: {size} bytes, the manifest says {expected.size}: cut or changed")
     rank, ranks = share
@@ -192,6 +190,11 @@ def verify(folder: Path, part: str = "", *, share: tuple[int, int] = (0, 1)) -> 
     if folder.name != (name := f"step_{manifest.step}"):
         raise _damaged(folder, f"{folder / MANIFEST}: says step {manifest.step}, so its folder was {name}: renamed or damaged")
     return manifest
+
+
+def _demand_own(path: Path) -> None:
+    if wrong := exposed(path, 0o022):
+        raise CheckpointError(f"{wrong}: others could have put a pickle of theirs there (chown, chmod go-w)")
 
 
 def orchestrator_state(folder: Path) -> bytes | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import resource
 import secrets
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -18,6 +19,22 @@ from prl.monitor.status import Status
 SECRET_LENGTH = 64
 
 
+def keep_private() -> None:
+    """For every process of a run, first of all: what it and its children write is for its user alone whatever the user's umask,
+    and none of them leaves its memory, which holds the secret, in a core file."""
+    os.umask(0o077)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+
+
+def exposed(path: Path, forbidden: int = 0o077) -> str:
+    """How another user gets at a file or folder: it is theirs, or its mode has bits of `forbidden`. Empty where none does."""
+    stat = path.stat()
+    if stat.st_uid == os.geteuid() and not stat.st_mode & forbidden:
+        return ""
+    found = f"owner {stat.st_uid}, mode {stat.st_mode & 0o777:o}"
+    return f"{path}: {found}; expected owner {os.geteuid()} and mode {0o777 & ~forbidden:o} at most"
+
+
 class RunDir:
     """Paths below `root` (mode 0700): config.yaml, secret (0600), metrics.jsonl, status/, logs/, rendezvous/, checkpoints/,
     spool/, versions.jsonl, ledger.jsonl, tasks.jsonl, precision.json, weights/, summary.json, report.html.
@@ -29,6 +46,8 @@ class RunDir:
     def create(self) -> RunDir:
         """Make the folders and the secret where they are not there yet."""
         self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if (owner := self.root.stat().st_uid) != os.geteuid():  # who could change its mode, and take the secret, at any time
+            raise PermissionError(f"{self.root}: belongs to user {owner}, expected {os.geteuid()}; choose another run.name")
         self.root.chmod(0o700)  # it may have been there
         for name in ("status", "logs", "rendezvous", "checkpoints", "spool"):
             (self.root / name).mkdir(exist_ok=True, mode=0o700)
@@ -51,9 +70,8 @@ class RunDir:
 
     @property
     def secret(self) -> str:
-        mode = self.secret_path.stat().st_mode & 0o777
-        if mode & 0o077:
-            raise PermissionError(f"{self.secret_path}: mode {mode:o}, expected 600 (chmod 600 it)")
+        if wrong := exposed(self.secret_path):
+            raise PermissionError(f"{wrong}: others may know it; remove it to get a new one")
         secret = self.secret_path.read_text().strip()
         if len(secret) < SECRET_LENGTH:  # cut by a full disk or a lost write: too easy to guess
             raise OSError(f"{self.secret_path}: {len(secret)} characters, expected {SECRET_LENGTH}; remove it to get a new one")

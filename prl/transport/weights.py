@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from prl.config.schema import Transport
-from prl.transport.run_dir import RunDir
+from prl.transport.run_dir import RunDir, exposed
 
 SHARD_BYTES = 1 << 30
 _COMPLETE = re.compile(r"v(\d+)")
@@ -103,6 +103,7 @@ class WeightStore:
         nbytes = 0
         try:
             self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._demand_own()
             shutil.rmtree(draft, ignore_errors=True)
             draft.mkdir(mode=0o700)
             for i, shard in enumerate(_shards(tensors, self.shard_bytes)):
@@ -126,6 +127,7 @@ class WeightStore:
     def versions(self) -> list[int]:
         """Ids of the complete versions, oldest first."""
         try:
+            self._demand_own()
             names = [p.name for p in self.root.iterdir()]
         except FileNotFoundError:
             return []
@@ -201,6 +203,11 @@ class WeightStore:
         """With `remove`, delete every version (the run is over)."""
         if remove:
             shutil.rmtree(self.root, ignore_errors=True)
+
+    def _demand_own(self) -> None:
+        """The folder's name is known to others from the run's first life on, and /dev/shm is open to all."""
+        if wrong := exposed(self.root):
+            raise WeightStoreError(f"{wrong}: another user may have made it; remove it")
 
     def _prune(self) -> None:
         for version in self.versions()[: -self.keep]:

@@ -51,6 +51,14 @@ def test_output_exit_code_and_error(mode: sandbox.Mode) -> None:
     assert "ZeroDivisionError" in snippet("1 / 0", mode=mode).output
 
 
+def test_a_snippet_runs_whatever_the_umask() -> None:
+    before = os.umask(0o077)  # as in every process of a run
+    try:
+        assert snippet("import json; open('x', 'w').write(json.dumps(1)); print(open('x').read())").output == "1\n"
+    finally:
+        os.umask(before)
+
+
 def test_the_network_is_out_of_reach() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

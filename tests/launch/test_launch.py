@@ -380,10 +380,11 @@ def test_a_lock_is_never_stale(tmp_path: Path) -> None:
 
 
 def test_roles_get_no_tokens_and_the_threads_they_are_given() -> None:
-    base = {"PATH": "/bin", "HF_TOKEN": "x", "AWS_SECRET_ACCESS_KEY": "x", "LC_ALL": "C", "MINE": "1", "OMP_NUM_THREADS": "64"}
-    env = role_environment(base, ["MINE"], 3)
-    assert env["PATH"] == "/bin" and env["LC_ALL"] == "C" and env["MINE"] == "1" and env["OMP_NUM_THREADS"] == "3"
-    assert not {"HF_TOKEN", "AWS_SECRET_ACCESS_KEY"} & env.keys()
+    secret = ["HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "SLURM_JWT", "NVIDIA_API_KEY", "PRL_password", "XDG_AUTH", "MINE_TOKEN"]
+    kept = {"PATH": "/bin", "LC_ALL": "C", "MINE": "1", "MINE_KEY": "2", "CUDA_VISIBLE_DEVICES": "0", "TORCH_NCCL_AUTHOR": "x"}
+    env = role_environment(kept | dict.fromkeys(secret, "x") | {"OMP_NUM_THREADS": "64"}, ["MINE", "MINE_KEY"], 3)
+    assert kept.items() <= env.items() and env["OMP_NUM_THREADS"] == "3"
+    assert not set(secret) & env.keys()
 
 
 def test_on_a_full_disk_the_command_says_so_and_leaves_no_half_configuration(

@@ -181,8 +181,17 @@ def damage_metadata(folder: Path) -> None:
     path.write_bytes(path.read_bytes() + b"\n")
 
 
-def damage_mode(folder: Path) -> None:
+def open_folder(folder: Path) -> None:
     (folder / TRAINER).chmod(0o777)
+
+
+def open_metadata(folder: Path) -> None:
+    (folder / TRAINER).chmod(0o710)
+    (folder / TRAINER / ".metadata").chmod(0o620)
+
+
+def open_above(folder: Path) -> None:
+    folder.parent.chmod(0o770)
 
 
 def damage_name(folder: Path) -> None:
@@ -201,7 +210,9 @@ def damage_manifest(folder: Path) -> None:
         (damage_byte, "distcp: its checksum is not the manifest's"),
         (damage_missing, "distcp: missing"),
         (damage_metadata, r"\.metadata: \d+ bytes"),
-        (damage_mode, "mode 777; expected owner .* pickle"),
+        (open_folder, "trainer: owner .* mode 777; expected owner .* pickle"),
+        (open_metadata, r"\.metadata: owner .* mode 620; expected owner .* pickle"),
+        (open_above, "checkpoints: owner .* mode 770; expected owner .* pickle"),
         (damage_manifest, "manifest.json: cannot be read"),
         (damage_name, "says step 3, so its folder was step_3"),
     ],

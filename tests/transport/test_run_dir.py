@@ -2,6 +2,8 @@
 
 import os
 import resource
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -9,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from prl.transport.run_dir import RunDir
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_the_folder_is_private_and_keeps_its_secret(tmp_path: Path) -> None:
@@ -21,8 +25,27 @@ def test_the_folder_is_private_and_keeps_its_secret(tmp_path: Path) -> None:
     assert RunDir(root).create().secret == secret and RunDir(root).id == run_id
     assert RunDir(tmp_path / "other").create().id != run_id
     run.secret_path.chmod(0o640)
-    with pytest.raises(PermissionError, match="mode 640, expected 600"):
+    with pytest.raises(PermissionError, match="mode 640; expected owner .* and mode 700 at most: .*remove it to get a new one"):
         _ = run.secret
+
+
+def test_what_belongs_to_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunDir(tmp_path).create()
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(PermissionError, match=f"secret: owner {os.getuid()}, mode 600; expected owner {os.getuid() + 1}"):
+        _ = run.secret
+    with pytest.raises(PermissionError, match=f"{tmp_path}: belongs to user {os.getuid()}, expected {os.getuid() + 1}; choose"):
+        run.create()
+
+
+def test_a_private_process_writes_for_its_user_alone_and_dumps_nothing(tmp_path: Path) -> None:
+    code = (
+        "import os, pathlib, resource, subprocess; from prl.transport.run_dir import keep_private; os.umask(0o022);"
+        "keep_private(); pathlib.Path('a').touch(); subprocess.run(['mkdir', 'b']);"
+        "assert resource.getrlimit(resource.RLIMIT_CORE)[0] == 0"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True)
+    assert [(tmp_path / name).stat().st_mode & 0o777 for name in "ab"] == [0o600, 0o700]
 
 
 @pytest.mark.parametrize("left", ["", "abcdef"])

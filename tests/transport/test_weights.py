@@ -59,6 +59,20 @@ def test_round_trip_of_every_type_and_layout(run: RunDir) -> None:
     assert (run / "weights").stat().st_mode & 0o077 == 0
 
 
+def test_a_folder_that_others_may_have_made_is_neither_filled_nor_read(run: RunDir) -> None:
+    """In /dev/shm anybody can make the folder before the run does, who then could change its weights."""
+    w = store(run)
+    w.publish(1, 1, tensors(1).items())
+    w.root.chmod(0o777)
+    with pytest.raises(
+        WeightStoreError, match="weights: owner .*, mode 777; expected .* 700 at most: another user may have made"
+    ):
+        w.publish(2, 2, tensors(2).items())
+    with pytest.raises(WeightStoreError, match="mode 777"):
+        w.load_latest()
+    assert sorted(p.name for p in w.root.iterdir()) == ["v1"]
+
+
 def test_old_versions_are_pruned_and_named_when_asked_for(run: RunDir) -> None:
     w = store(run)
     for v in range(5):

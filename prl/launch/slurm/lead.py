@@ -24,7 +24,7 @@ from prl.launch.slurm.steps import SlurmExecutor
 from prl.launch.supervisor import CONFIG, FAILED
 from prl.rl import carry_out, say, store
 from prl.trainer import ledger
-from prl.transport.run_dir import RunDir
+from prl.transport.run_dir import RunDir, keep_private
 
 RESULT, FAILURES = "result.json", "failures.json"
 REQUEUED_S = 60.0
@@ -38,6 +38,7 @@ def command(
     folder: Annotated[Path, typer.Argument(metavar="RUN")],
     reopen: Annotated[bool, typer.Option(help="Go on with RL though it was finished.")] = False,
 ) -> None:
+    keep_private()
     run = RunDir(folder)
     try:
         config = load_resolved(run.config_path)
