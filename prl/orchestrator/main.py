@@ -491,8 +491,12 @@ class Orchestrator:
     async def _evaluated(self, replica: Replica, places: list[Place]) -> tuple[int, evaluation.Evaluation]:
         """The replica's version and its answers; EngineError where it is lost meanwhile."""
 
+        lost = False
+
         def there() -> list[Replica]:
-            if replica not in self.replicas():
+            nonlocal lost
+            lost = lost or replica not in self.replicas()
+            if lost:
                 raise EngineError(f"{replica.name} ({replica.url}): no longer among the replicas")
             return [replica]
 
@@ -516,6 +520,7 @@ class Orchestrator:
                 forget=client.forget,
                 progress=lambda done, of: self._progress(),
             )
+            there()  # a lost replica may still answer this, but what it failed meanwhile would count as judged
             await client.release_updates(replica)
         return version, result
 

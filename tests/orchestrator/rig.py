@@ -215,8 +215,13 @@ class Process:
 
 
 @contextlib.contextmanager
-def running(config: RunConfig, *, process: bool = False, **options: Any) -> Iterator[tuple[RunDir, Any, Trainer]]:
-    """All roles of a run, until the end of the block, where what still lives dies."""
+def running(
+    config: RunConfig, *, process: bool = False, engines_first: bool = False, **options: Any
+) -> Iterator[tuple[RunDir, Any, Trainer]]:
+    """All roles of a run, until the end of the block, where what still lives dies.
+
+    engines_first: the orchestrator starts once all replicas have announced themselves.
+    """
     torch.set_num_threads(1)
     run = RunDir(config.run.dir / config.run.name).create()
     run.config_path.write_text(dump(config))
@@ -225,8 +230,11 @@ def running(config: RunConfig, *, process: bool = False, **options: Any) -> Iter
     engines = [Engine(run, config, i) for i in range(config.inference.replicas)]
     peer = Trainer(run, config, **options)
     subject = Process(run, config) if process else Orchestrator(run, config)
-    for role in (*engines, subject, peer):
+    for role in (*engines, peer):
         role.start()
+    for engine in engines if engines_first else ():
+        run.find(f"inference-{engine.index}", 20)
+    subject.start()
     try:
         yield run, subject, peer
     finally:
