@@ -3,6 +3,7 @@
 #   make demo            the main job: SFT, then asynchronous RL, then the control (SEED=n, RANKS=n, PRECISION=fp8)
 #   make test            the tests;  make test-long: the slow ones;  make lint: ruff and mypy
 #   make test-slurm      the tests on a Slurm cluster that they bring up on this machine (root; installs Debian's Slurm)
+#   make slurm-demo      a Slurm cluster on this machine, a run on it, and a node that loses power on the way (root; installs Slurm)
 #   make demo-seeds      three seeds, result kept in bench/results/
 #   make check-gpu-code  every kernel compiled for Hopper and its machine code checked, without a GPU; result in bench/results/
 #   make claims          everything that docs/claims.md names, results written there (hours)
@@ -39,7 +40,7 @@ export HF_HUB_OFFLINE := 1
 export HF_HOME ?= $(CURDIR)/outputs/.cache/huggingface
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: venv demo demo-seeds test test-long test-slurm check-gpu-code claims lint format bench-peers check-python clean
+.PHONY: venv demo demo-seeds test test-long test-slurm slurm-demo check-gpu-code claims lint format bench-peers check-python clean
 
 venv: $(READY)
 
@@ -75,6 +76,9 @@ test-long: $(READY)
 
 test-slurm: $(READY)
 	$(BIN)/python -m pytest -m slurm -rs tests/slurm $(ARGS)
+
+slurm-demo: $(READY)
+	$(BIN)/python -m tests.slurm.demo
 
 claims: $(READY)
 	HYPOTHESIS_PROFILE=default $(BIN)/python tests/claims.py $(ARGS)

@@ -61,10 +61,11 @@ class Run:
         return self.log.read_text() if self.log.exists() else ""
 
     def code(self, timeout_s: float = 400) -> int:
-        """The follower's exit code, which is the run's."""
+        """The follower's exit code, which is the run's; 128 and more where Slurm or a signal ended it."""
         until(f"the end of {self.dir.root} ({self.log})", self.ended, timeout_s)
         shown = self.lab.run("scontrol", "show", "job", self.follower).stdout
-        return int(shown.partition("ExitCode=")[2].partition(":")[0])
+        code, number = shown.partition("ExitCode=")[2].split(maxsplit=1)[0].split(":")
+        return int(code) or (int(number) and 128 + int(number))
 
     def pid(self, who: str) -> int:
         """This machine's id of a role's process, or of the supervisor's (`lead`)."""
