@@ -7,5 +7,6 @@
 #SBATCH --cpus-per-task=1
 #SBATCH --mem=500
 #SBATCH --time=30
+#SBATCH --no-requeue
 set -euo pipefail
 exec "${PRL_PYTHON:-.venv/bin/python}" -m prl.launch configs/slurm_tiny.yaml --site "${PRL_SITE:-configs/site/example.yaml}" "$@"

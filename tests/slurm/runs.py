@@ -26,7 +26,7 @@ class Run:
     def __init__(self, lab: Lab, folder: Path, *overrides: str, name: str = "run"):
         self.lab, self.dir, self.log = lab, RunDir(folder / name), folder / f"{name}.follower.log"
         env = clean() | {"PYTHONPATH": str(ROOT), "PRL_SITE": SITE, "PRL_PYTHON": sys.executable}
-        options = ("--parsable", "--partition=all", "--nodelist=train0", f"--output={self.log}")
+        options = ("--parsable", "--partition=all", "--nodelist=infer0", f"--output={self.log}")
         given = (f"run.dir={folder}", f"run.name={name}", *overrides)
         self.follower = lab.run("sbatch", *options, "slurm/rl_tiny.sh", *given, cwd=ROOT, env=env).stdout.strip()
 

@@ -6,21 +6,40 @@ from pathlib import Path
 
 import msgspec
 
-from prl.launch.slurm.again import FIRST_S, LONGEST_S, Failure, again, remembered
+from prl.launch.slurm.again import FIRST_S, LONGEST_S, WAITS, Failure, again, avoided, remembered
 
 
 def test_later_each_time_and_not_for_ever() -> None:
     failures = [Failure(step, "trainer was killed by SIGKILL") for step in range(20)]
     waits = [again(failures[: n + 1], 20) for n in range(20)]
-    assert waits[:3] == [FIRST_S, 2 * FIRST_S, 4 * FIRST_S] and waits[18] == LONGEST_S
+    assert waits[:3] == [FIRST_S] * 3, "it gets further each time"
     assert waits[19] == "failed 20 times (launch.slurm.tries)"
+    here = [Failure(3, f"in way {n}") for n in range(20)]
+    waits = [again(here[: n + 1], 20) for n in range(19)]
+    assert waits[:3] == [FIRST_S, 2 * FIRST_S, 4 * FIRST_S] and waits[18] == LONGEST_S
 
 
 def test_the_same_failure_at_the_same_step_is_the_last() -> None:
     oom, lost = Failure(3, "trainer ended with exit code 1"), Failure(3, "trainer-1 was killed by SIGKILL")
     assert again([oom, oom], 5) == "failed twice at step 3 in the same way"
     assert again([oom, lost, oom], 5) == 4 * FIRST_S, "another cause between them"
-    assert again([oom, Failure(4, oom.cause)], 5) == 2 * FIRST_S, "it has got further"
+    assert again([oom, Failure(4, oom.cause)], 5) == FIRST_S, "it has got further"
+
+
+def test_a_node_that_is_gone_is_no_failure_of_the_run() -> None:
+    gone, missing = Failure(3, "trainer-1 hangs", lost=("train1",)), Failure(3, "does not answer", missing=("train1",))
+    oom = Failure(3, "trainer ended with exit code 1")
+    assert again([gone, *[missing] * 20], 2) == LONGEST_S
+    assert again([oom, missing, missing], 2) == 4 * FIRST_S
+    assert again([oom, missing, missing, oom], 2) == "failed 2 times (launch.slurm.tries)"
+    assert again([missing] * WAITS, 2) == f"failed {WAITS} times at step 3, for want of nodes that answer"
+    assert again([*[missing] * WAITS, Failure(4, "", lost=("train0",))], 2) == FIRST_S, "it has got further"
+
+
+def test_a_node_that_is_lost_in_two_lives_is_avoided() -> None:
+    gone, missing = Failure(3, "trainer-1 hangs", lost=("train1", "train0")), Failure(3, "", missing=("train1",))
+    assert avoided([gone, *[missing] * 20]) == frozenset()
+    assert avoided([gone, missing, Failure(5, "", lost=("train1",))]) == {"train1"}
 
 
 def test_failures_are_remembered(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import re
 import socket
 import subprocess
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from prl.config.schema import Slurm
@@ -16,6 +17,8 @@ _INHERITED = ("SLURM_", "SLURMD_", "SBATCH_", "SRUN_", "SALLOC_", "PMIX_", "PMI_
 _JOB = re.compile(r"SLURM_CONF|SLURM_CLUSTER_NAME|SLURM_RESTART_COUNT|SLURM_HET_SIZE|SLURM_JOB_?ID(_HET_GROUP_\d+)?")
 TIMEOUT_S = 30.0
 """For an answer of Slurm's own commands."""
+ANSWER_S = 5.0
+"""For a connection to a node."""
 
 
 def scrubbed(environment: Mapping[str, str]) -> dict[str, str]:
@@ -51,6 +54,24 @@ def addresses(nodes: Sequence[str]) -> dict[str, str]:
     if missing := [node for node in nodes if node not in found]:
         raise OSError(f"scontrol show node names no address of {', '.join(missing)}")
     return {node: socket.gethostbyname(found[node]) for node in nodes}
+
+
+def silent(of: Mapping[str, str]) -> tuple[str, ...]:
+    """Of nodes and their addresses those whose slurmd takes no connection; Slurm itself may notice minutes later."""
+    settings = ask("scontrol", "show", "config")
+    port = re.search(r"^SlurmdPort\s*=\s*(\d+)", settings, re.M)
+    if port is None:
+        raise OSError("scontrol show config names no SlurmdPort")
+
+    def answers(address: str) -> bool:
+        try:
+            socket.create_connection((address, int(port[1])), ANSWER_S).close()
+        except OSError:
+            return False
+        return True
+
+    with ThreadPoolExecutor(max_workers=32) as pool:
+        return tuple(node for node, good in zip(of, pool.map(answers, of.values()), strict=True) if not good)
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,10 @@ The exit code is the run's; result.json in the run's folder has it too, with the
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -18,8 +20,9 @@ from prl.cli import exit_code
 from prl.config.load import ConfigError, load_resolved
 from prl.config.schema import RunConfig, Slurm
 from prl.launch.local import Executor
-from prl.launch.slurm.again import Failure, again, remembered
-from prl.launch.slurm.environment import Allocation, allocation, ask
+from prl.launch.slurm.again import Failure, again, avoided, remembered
+from prl.launch.slurm.environment import Allocation, allocation, ask, silent
+from prl.launch.slurm.script import COMPONENTS, Part
 from prl.launch.slurm.steps import SlurmExecutor
 from prl.launch.supervisor import CONFIG, FAILED
 from prl.rl import carry_out, say, store
@@ -46,6 +49,7 @@ def command(
         if slurm is None:
             raise OSError("launch.slurm is not set in its configuration")
         job = allocation(slurm)
+        missing = silent(job.addresses)
     except ConfigError as e:
         say(str(e))
         raise typer.Exit(CONFIG) from None
@@ -55,29 +59,72 @@ def command(
     say(f"job {job.job}: " + ", ".join(f"{name} on {' '.join(part.nodes)}" for name, part in job.parts.items()))
     (run / RESULT).unlink(missing_ok=True)
     resumed = job.restarts > 0 or (run / "ledger.jsonl").exists()
-    code, cause = carry_out(run, config, resumed=resumed, reopen=reopen, executor_of=lambda r, c, lock: steps(r, c, job))
-    if code == FAILED:
-        requeue(run, slurm, job, cause)
+    if needed := unmet(job, missing):
+        code, cause = FAILED, f"{' '.join(needed)} does not answer"
+        requeue(run, slurm, job, Failure(last_step(run), cause, missing=needed))
+    else:
+        code, cause = carry_out(
+            run, config, resumed=resumed, reopen=reopen, executor_of=lambda r, c, lock: steps(r, c, job, missing)
+        )
+        if code == FAILED:
+            lost = tuple(node for node in silent(job.addresses) if node not in missing)
+            cause += f"; {' '.join(lost)} does not answer" if lost else ""
+            requeue(run, slurm, job, Failure(last_step(run), cause, lost=lost))
     store(run / RESULT, orjson.dumps({"job": job.job, "restarts": job.restarts, "code": code, "cause": cause}).decode())
     raise typer.Exit(code)
 
 
-def requeue(run: RunDir, slurm: Slurm, job: Allocation, cause: str) -> None:
+def unmet(job: Allocation, missing: Sequence[str]) -> tuple[str, ...]:
+    """The nodes without which nothing can begin: any of the trainer's, or all of inference."""
+    trainer, inference = (tuple(n for n in job.parts[name].nodes if n in missing) for name in COMPONENTS)
+    return trainer or (inference if inference == job.parts["inference"].nodes else ())
+
+
+def requeue(run: RunDir, slurm: Slurm, job: Allocation, failure: Failure) -> None:
     """Have Slurm run the job again, which ends this process; return, having said why, where that is of no use."""
-    failures = [*remembered(run / FAILURES), Failure(last_step(run), cause)]
+    failures = [*remembered(run / FAILURES), failure]
     store(run / FAILURES, msgspec.json.encode(failures).decode())
     match again(failures, slurm.tries):
         case str(reason):
             say(f"the job is not run again: it has {reason}")
         case seconds:
-            say(f"job {job.job} is run again in {seconds:g} s (failure {len(failures)} of {slurm.tries})")
+            say(f"{failure.cause}: job {job.job} is run again in {seconds:g} s")
             time.sleep(seconds)
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which a requeue sends, and KillWait later SIGKILL
             try:
                 ask("scontrol", "requeue", job.job)
             except OSError as e:
                 say(f"the job cannot be run again: {e}")
             else:
+                avoid(job, avoided(failures))
                 time.sleep(REQUEUED_S)
+
+
+def avoid(job: Allocation, nodes: frozenset[str]) -> None:
+    """Have the job wait for other nodes, where its partitions have enough. Only a job that waits can be changed so."""
+    for name, part in job.parts.items():
+        if not (bad := sorted(nodes & set(part.nodes))):
+            continue
+        for _ in range(10):  # it may not wait yet
+            try:
+                if (others := spare(job, part, bad)) is not None:
+                    ask("scontrol", "update", f"JobId={component(job, part)}", f"ExcNodeList={','.join(bad)}")
+                    say(f"{name}: {' '.join(bad)} was lost twice and is avoided from now on; {others} other nodes are there")
+                break
+            except OSError:
+                time.sleep(0.3)
+
+
+def spare(job: Allocation, part: Part, bad: Sequence[str]) -> int | None:
+    """How many nodes the component's partition has besides; None where they are too few."""
+    partition = ask("squeue", "--noheader", f"--jobs={component(job, part)}", "--format=%P").strip()
+    told = ask("sinfo", "--noheader", "--Node", f"--partition={partition}", "--responding", "--format=%N").split()
+    others = len(set(told) - set(bad))
+    return others if others >= len(part.nodes) else None
+
+
+def component(job: Allocation, part: Part) -> str:
+    return job.job if part.group is None else f"{job.job}+{part.group}"
 
 
 def last_step(run: RunDir) -> int:
@@ -86,8 +133,15 @@ def last_step(run: RunDir) -> int:
     return max((entry["step"] for entry in ledger.surviving(ledger.read(path))), default=0) if path.exists() else 0
 
 
-def steps(run: RunDir, config: RunConfig, job: Allocation) -> Executor:
-    return SlurmExecutor(run, job, keep_env=config.launch.pass_env, cleanup=[run.weights_path(config.transport.weights)])
+def steps(run: RunDir, config: RunConfig, job: Allocation, missing: Sequence[str]) -> Executor:
+    return SlurmExecutor(
+        run,
+        job,
+        lost_s=config.launch.heartbeat_timeout_s,
+        lost=missing,
+        keep_env=config.launch.pass_env,
+        cleanup=[run.weights_path(config.transport.weights)],
+    )
 
 
 def main(args: list[str] | None = None) -> int:

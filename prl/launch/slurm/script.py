@@ -52,9 +52,6 @@ def submission(job: Submission) -> str:
         lines += ["#SBATCH hetjob"] if i else []
         lines += [f"# component {i}: {title}"]
         lines += [f"#SBATCH {_quoted(option)}" for option in [*(first if i == 0 else ()), *_options(slurm, part)]]
-        # A dead node takes its replicas and not the job. The loss of any trainer has the job run again: with --no-kill Slurm
-        # would keep a job whose batch host, and so whose supervisor, is gone.
-        lines += ["#SBATCH --no-kill"] if i or not slurm.heterogeneous else []
     return "\n".join([*lines, "", *slurm.setup, *job.body]) + "\n"
 
 
@@ -104,7 +101,8 @@ def _options(slurm: Slurm, part: Component) -> list[str]:
         "mem": part.memory,
         "time": slurm.time_min,
     }
-    flags = ["--exclusive"] if slurm.exclusive else []
+    # A dead node ends no component: the supervisor decides what its loss means, and the steps' tasks if it was the batch host.
+    flags = [*(["--exclusive"] if slurm.exclusive else []), "--no-kill"]
     return [*(f"--{name}={value}" for name, value in given.items() if value is not None), *flags]
 
 

@@ -23,6 +23,8 @@ from prl.launch.slurm.environment import Allocation, of_the_job, scrubbed
 from prl.launch.slurm.script import Part, srun
 from prl.transport.run_dir import RunDir
 
+RENEW_S = 1.0
+"""How often the tasks are told that the supervisor lives."""
 KILL_S = 12.0
 """Longer than Slurm takes from SIGTERM to SIGKILL where KillWait is short."""
 GENTLE_S = 3.0
@@ -66,19 +68,32 @@ class SlurmExecutor:
     """Ranks of one role are one step over the nodes of their component, every other role is a step of its own.
 
     Nothing outlives the executor: the tasks' standard input ends with it, they kill what they run, and Slurm kills what is left
-    of a step, and the steps of a job that has ended. `cleanup` are folders to delete at the end.
+    of a step, and the steps of a job that has ended. Where its host is gone, or it hangs for `lost_s`, the tasks kill what they
+    run and have the job run again. `cleanup` are folders to delete at the end, `lost` nodes to start nothing on.
     """
 
-    def __init__(self, run: RunDir, allocation: Allocation, *, keep_env: Sequence[str] = (), cleanup: Sequence[Path] = ()):
+    def __init__(
+        self,
+        run: RunDir,
+        allocation: Allocation,
+        *,
+        lost_s: float,
+        lost: Sequence[str] = (),
+        keep_env: Sequence[str] = (),
+        cleanup: Sequence[Path] = (),
+    ):
         self.run, self.allocation, self.keep_env, self._cleanup = run, allocation, keep_env, cleanup
+        self.lost_s = lost_s
         self._steps: list[Step] = []
         self._log_from: dict[str, int] = {}
-        self._lost: Counter[str] = Counter()
+        self._lost: Counter[str] = Counter(lost)
         """Nodes to how often a step on them ended without a word of its tasks, or had to be given up."""
         self._numbers = itertools.count()
         self._folder = run / "steps"
         self._remove()
         self._folder.mkdir(mode=0o700)
+        self._alive, self._renewed, self._beats = self._folder / "alive", 0.0, itertools.count()
+        self._renew()
 
     def start(self, specs: Sequence[RoleSpec]) -> None:
         groups: dict[str, list[RoleSpec]] = {}
@@ -118,7 +133,15 @@ class SlurmExecutor:
             for spec in specs
         ]
         file = self._folder / f"{next(self._numbers)}-{name}.json"
-        file.write_text(json.dumps({"mark": self.run.id, "addresses": dict(self.allocation.addresses), "tasks": tasks}))
+        step = {
+            "mark": self.run.id,
+            "job": self.allocation.job,
+            "alive": str(self._alive.resolve()),
+            "lost_s": self.lost_s,
+            "addresses": dict(self.allocation.addresses),
+            "tasks": tasks,
+        }
+        file.write_text(json.dumps(step))
         words = srun(
             part,
             name=name,
@@ -142,7 +165,16 @@ class SlurmExecutor:
             os.set_blocking(stream.fileno(), False)
         self._steps.append(Step(process, file, nodes, {spec.name for spec in specs}))
 
+    def _renew(self) -> None:
+        """Say that the supervisor lives: by a file's content, since a shared filesystem may hold back its attributes."""
+        if time.monotonic() < self._renewed + RENEW_S:
+            return
+        self._renewed = time.monotonic()
+        with suppress(OSError), open(self._alive, "r+b" if self._alive.exists() else "wb") as f:
+            f.write(b"%20d\n" % next(self._beats))  # in place: a full disk does not stop it
+
     def poll(self) -> dict[str, int]:
+        self._renew()
         ended: dict[str, int] = {}
         for step in list(self._steps):
             over = step.process.poll() is not None  # asked before the last lines are read

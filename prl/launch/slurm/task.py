@@ -4,6 +4,9 @@
 process; srun gives every line to every task); its end, whatever ended the supervisor, kills the process. Standard output takes
 `began|stopped|continued NAME` and `ended NAME CODE`; the code also stands in ended/STEP.NAME beside the step's file, whole
 before it is said, since a node that dies takes its last lines with it.
+
+A batch host that dies closes nothing, and Slurm keeps its job (`--no-kill`). So a task whose supervisor has not renewed the
+file `alive` for long kills its process, and the first task has the job run again.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -51,6 +55,23 @@ def kill(role: subprocess.Popen[bytes], number: int, lock: threading.Lock, *, gr
     with lock:
         if role.returncode is None:  # not reaped: its id is nobody else's
             (os.killpg if group else os.kill)(role.pid, number)
+
+
+def watch(role: subprocess.Popen[bytes], alive: Path, lost_s: float, job: str, lock: threading.Lock) -> None:
+    """Return only by ending this process, once `alive` says the same for `lost_s`."""
+    seen, since = b"", time.monotonic()
+    while time.monotonic() < since + lost_s:
+        time.sleep(min(1.0, lost_s / 10))
+        with suppress(OSError):
+            if (now := alive.read_bytes()) != seen:
+                seen, since = now, time.monotonic()
+    kill(role, signal.SIGKILL, lock, group=True)
+    with suppress(FileExistsError):
+        os.close(os.open(alive.with_name("requeued"), os.O_CREAT | os.O_EXCL))
+        print(f"the supervisor has been silent for {lost_s:g} s: job {job} is run again", file=sys.stderr, flush=True)
+        while subprocess.run(["scontrol", "requeue", job], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL).returncode:
+            time.sleep(5)  # until slurmctld takes it, or ends the job and so this process
+    os._exit(1)
 
 
 def say(*words: object) -> None:
@@ -94,6 +115,8 @@ def main(path: str) -> int:
     say("began", name)
     lock = threading.Lock()
     threading.Thread(target=listen, args=(role, name, lock), daemon=True).start()
+    watched = (role, Path(step["alive"]), step["lost_s"], step["job"], lock)
+    threading.Thread(target=watch, args=watched, daemon=True).start()
     while (seen := os.waitid(os.P_PID, role.pid, os.WEXITED | os.WSTOPPED | os.WCONTINUED | os.WNOWAIT)) is not None:
         if seen.si_code in (os.CLD_EXITED, os.CLD_KILLED, os.CLD_DUMPED):
             break

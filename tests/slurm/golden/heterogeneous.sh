@@ -19,6 +19,7 @@
 #SBATCH --mem=0
 #SBATCH --time=1440
 #SBATCH --exclusive
+#SBATCH --no-kill
 #SBATCH hetjob
 # component 1: inference
 #SBATCH --partition=infer

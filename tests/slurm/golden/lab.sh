@@ -13,6 +13,7 @@
 #SBATCH --cpus-per-task=2
 #SBATCH --mem=1500
 #SBATCH --time=20
+#SBATCH --no-kill
 #SBATCH hetjob
 # component 1: inference
 #SBATCH --partition=infer
