@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from prl.config.mesh import MeshShape
+from prl.transport import ports
 
 T = TypeVar("T")
 STORE = "trainer-store"
@@ -190,7 +191,7 @@ def device_of(rank: int) -> torch.device:
 
 
 def join(run: Rendezvous, rank: int, shape: MeshShape, *, start_s: float, wait_s: float) -> Mesh:
-    """Meet the other ranks through the run's folder: rank 0 opens a TCP store on a free port and announces it.
+    """Meet the other ranks through the run's folder: rank 0 opens a TCP store (prl.transport.ports) and announces it.
 
     `start_s` bounds the meeting, `wait_s` every later collective. TimeoutError names what was waited for.
     """
@@ -209,7 +210,7 @@ def join(run: Rendezvous, rank: int, shape: MeshShape, *, start_s: float, wait_s
 
 def _open_store(run: Rendezvous, host: str) -> dist.TCPStore:
     # TCPStore would listen on every interface; a socket of ours keeps it on the job's.
-    listener = socket.create_server((host, 0))
+    listener = ports.listener(STORE, host)
     port = listener.getsockname()[1]
     store = dist.TCPStore(
         host,

@@ -10,6 +10,7 @@ import asyncio
 import hmac
 import itertools
 import os
+import socket
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -34,6 +35,7 @@ from prl.models.registry import build
 from prl.models.spec import read_spec
 from prl.monitor.metrics import Metrics
 from prl.monitor.status import Status
+from prl.transport import ports
 from prl.transport.run_dir import RunDir
 from prl.transport.weights import WeightStore
 
@@ -92,8 +94,8 @@ class Server:
         self._runner: web.AppRunner
         self._watch: asyncio.Task[None]
 
-    async def start(self, host: str = "127.0.0.1", port: int = 0) -> int:
-        """Listen and run; returns the port."""
+    async def start(self, host: str = "127.0.0.1", port: int = 0, *, listener: socket.socket | None = None) -> int:
+        """Listen there or on a socket that does already, and run; returns the port."""
         self._loop = asyncio.get_running_loop()
         app = web.Application(middlewares=[self._guard], client_max_size=MAX_BODY)
         app.add_routes(
@@ -114,7 +116,11 @@ class Server:
         # A client that goes away cancels its handler, which aborts the request.
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, host, port, backlog=1024)
+        site: web.BaseSite
+        if listener is None:
+            site = web.TCPSite(self._runner, host, port, backlog=1024)
+        else:
+            site = web.SockSite(self._runner, listener, backlog=1024)
         await site.start()
         self.driver.start()
         self._watch = asyncio.create_task(self._give_up_when_stalled())
@@ -353,7 +359,7 @@ def engine_of(model: Model, config: RunConfig, name: str) -> Engine:
 
 async def _serve(server: Server, run: RunDir, name: str, status: Status, metrics: Metrics, stop: threading.Event) -> int:
     host = os.environ.get("PRL_HOST", "127.0.0.1")
-    run.announce(name, host=host, port=await server.start(host))
+    run.announce(name, host=host, port=await server.start(listener=ports.listener(name, host)))
     before, t = server.engine.stats(), time.time()
     status.set(phase="serving", step=before["version"])
     while not stop.is_set() and not server.failure:

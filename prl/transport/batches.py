@@ -21,7 +21,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from prl.samples import Batch
-from prl.transport import curve
+from prl.transport import curve, ports
 from prl.transport.run_dir import RunDir
 from prl.transport.wire import Buffer, Message, WireError, batch_to_message, decode, encode, message_to_batch
 
@@ -132,7 +132,14 @@ class BatchServer(_Loop):
         self._monitor = socket.get_monitor_socket(_HANDSHAKE_FAILED)
         super().__init__("batches", socket, (self._monitor,))
         host = os.environ.get("PRL_HOST", "127.0.0.1")
-        self.port = socket.bind_to_random_port(f"tcp://{host}")
+
+        def bind(port: int) -> int:
+            try:
+                return int(socket.bind(f"tcp://{host}:{port or '*'}").addr.rpartition(":")[2])
+            except zmq.ZMQError as e:
+                raise OSError(e.errno, f"tcp://{host}:{port}: {e}") from e
+
+        self.port = ports.bound("orchestrator", host, bind)
         self._thread.start()
         run.announce("orchestrator", host=host, port=self.port)
 
