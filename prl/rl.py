@@ -49,11 +49,14 @@ class StopRequests:
     """Counts SIGINT, SIGTERM, SIGHUP and SIGUSR2 (Slurm's warning: `--signal=B:USR2@120`) while it is open."""
 
     NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)
-    count = 0
-    _last = -math.inf
+
+    def __init__(self) -> None:
+        self.count, self.heard = 0, set[int]()
+        self._last = -math.inf
 
     def _heard(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
+        self.heard.add(number)
         if now - self._last > SAME_S:
             self.count += 1
         self._last = now
@@ -114,6 +117,7 @@ def execute(
     without: Collection[str] = (),
     began: Callable[[], None] = lambda: None,
     executor_of: Callable[[RunDir, RunConfig, RunLock], Executor] = here,
+    stops: StopRequests | None = None,
 ) -> State:
     """Run every stage that is not finished, in a created folder. `reopen`: RL goes on though it was finished.
 
@@ -128,14 +132,14 @@ def execute(
         store(run.config_path, dump(config))
         executor = executor_of(run, config, lock)
         try:
-            with StopRequests() as stops, Console(run, config):
+            with stops or StopRequests() as requests, Console(run, config):
                 cores = usable_cores()
                 supervisor = Supervisor(
                     run,
                     executor,
                     limits_of(config),
                     lambda stage: role_specs(run, config, stage, cores),
-                    stops=lambda: stops.count,
+                    stops=lambda: requests.count,
                     say=say,
                 )
                 return supervisor.supervise(stages_of(config, finished))
@@ -200,8 +204,9 @@ def carry_out(
     reopen: bool = False,
     overrides: Sequence[str] = (),
     executor_of: Callable[[RunDir, RunConfig, RunLock], Executor] = here,
+    stops: StopRequests | None = None,
 ) -> tuple[int, str]:
-    """`execute` a run, then write its report or say why it ended; the exit code and the cause."""
+    """`execute` a run, then write its report or say why it ended; the exit code and the cause. `stops` tells what was heard."""
     try:
         metrics = run.metrics("supervisor")
 
@@ -210,7 +215,7 @@ def carry_out(
                 say(words)
             metrics.log("event", name="resume" if resumed else "start", overrides=overrides)
 
-        state = execute(run, config, reopen=reopen, began=began, executor_of=executor_of)
+        state = execute(run, config, reopen=reopen, began=began, executor_of=executor_of, stops=stops)
         metrics.log("event", name="end", code=state.code, cause=state.cause)
         if state.code == DONE:
             report(run)

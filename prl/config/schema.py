@@ -335,6 +335,8 @@ class Slurm(Section):
     """Failures after which the job is not run again; two in the same way at the same step end it too."""
     warn_s: PositiveInt = 120
     """How long before the time limit the run is asked to save."""
+    at_limit: Literal["requeue", "end"] = "requeue"
+    """What becomes of a run that has saved for its time limit, or because Slurm warned it of preemption in the same way."""
     account: str | None = None
     qos: str | None = None
     reservation: str | None = None

@@ -43,6 +43,10 @@ class RoleSpec:
     env: Mapping[str, str] = field(default_factory=dict)
 
 
+GONE = -signal.NSIG
+"""The exit code of a role that is gone without a trace, as with its node."""
+
+
 class Executor(Protocol):
     """Where roles run. A role is named by its spec; every method returns at once unless it says otherwise."""
 
@@ -50,7 +54,7 @@ class Executor(Protocol):
         """Start the roles. OSError where one cannot be started."""
 
     def poll(self) -> dict[str, int]:
-        """Roles that ended since the last call, with their exit codes (negative: the signal that killed it)."""
+        """Roles that ended since the last call, with their exit codes (negative: the signal that killed it, or GONE)."""
 
     def stopped(self) -> set[str]:
         """Roles that a signal has stopped (SIGSTOP, a debugger) and that have not ended."""

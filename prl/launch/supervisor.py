@@ -24,7 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from prl.launch.local import Executor, RoleSpec
+from prl.launch.local import GONE, Executor, RoleSpec
 from prl.transport.run_dir import RunDir
 
 DONE, CONFIG, SAVED, FAILED = 0, 2, 75, 1
@@ -317,6 +317,8 @@ def _overdue(state: State, now: float, stuck: Mapping[str, str]) -> tuple[State,
 def _how(code: int) -> str:
     if code >= 0:
         return f"ended with exit code {code}"
+    if code == GONE:
+        return "is gone without a word, as with its node"
     hint = " (out of memory?)" if code == -signal.SIGKILL else ""
     return f"was killed by {signal.Signals(-code).name}{hint}"
 

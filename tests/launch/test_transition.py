@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from prl.config.load import load
 from prl.config.schema import Launch, RunConfig
+from prl.launch.local import GONE
 from prl.launch.roles import role_specs, stages_of
 from prl.launch.supervisor import (
     Beat,
@@ -101,6 +102,7 @@ def test_a_service_that_does_not_start_is_started_again_if_another_has() -> None
         ([Exited("inference-0", -9, 3.0), Exited("inference-1", -9, 4.0)], "inference-1 was killed"),
         ([Exited("inference-0", 2, 3.0)], "inference-0 ended with exit code 2"),
         ([Exited("trainer", -9, 3.0)], "trainer was killed"),
+        ([Exited("trainer", GONE, 3.0)], "trainer is gone"),
     ],
 )
 def test_what_no_other_service_makes_up_for_is_a_failure(events: list[Event], cause: str) -> None:

@@ -21,7 +21,7 @@ def test_later_each_time_and_not_for_ever() -> None:
 
 def test_the_same_failure_at_the_same_step_is_the_last() -> None:
     oom, lost = Failure(3, "trainer ended with exit code 1"), Failure(3, "trainer-1 was killed by SIGKILL")
-    assert again([oom, oom], 5) == "failed twice at step 3 in the same way"
+    assert again([oom, oom], 5) == "ended twice at step 3 in the same way"
     assert again([oom, lost, oom], 5) == 4 * FIRST_S, "another cause between them"
     assert again([oom, Failure(4, oom.cause)], 5) == FIRST_S, "it has got further"
 
@@ -34,6 +34,12 @@ def test_a_node_that_is_gone_is_no_failure_of_the_run() -> None:
     assert again([oom, missing, missing, oom], 2) == "failed 2 times (launch.slurm.tries)"
     assert again([missing] * WAITS, 2) == f"failed {WAITS} times at step 3, for want of nodes that answer"
     assert again([*[missing] * WAITS, Failure(4, "", lost=("train0",))], 2) == FIRST_S, "it has got further"
+
+
+def test_a_time_limit_is_no_failure_as_long_as_the_run_gets_further() -> None:
+    ends = [Failure(step, "its time was up", limit=True) for step in range(20)]
+    assert [again(ends[: n + 1], 2) for n in range(20)] == [0.0] * 20
+    assert again([*ends, ends[-1]], 2) == "ended twice at step 19 in the same way"
 
 
 def test_a_node_that_is_lost_in_two_lives_is_avoided() -> None:

@@ -71,3 +71,17 @@ def test_a_trainer_node_loses_power(lab: Lab, tmp_path: Path, node: str) -> None
     assert run.code() == 0, run.told()
     run.assert_nothing_left(60)
     run.assert_whole(12)
+
+
+def test_the_warning_of_the_time_limit(lab: Lab, tmp_path: Path) -> None:
+    """The run saves and comes back by itself, at the step that it had reached."""
+    run = Run(lab, tmp_path, "trainer.steps=12")
+    run.until_step(4)
+    lab.run("scancel", "--batch", "--signal=USR2", run.job)  # as `--signal=B:USR2@…` has Slurm do
+    run.until_restart()
+    assert run.code() == 0, run.told()
+    run.assert_nothing_left()
+    run.assert_whole(12)
+    (failure,) = json.loads((run.dir / "failures.json").read_text())
+    resume = next(entry for entry in run.entries() if entry["kind"] == "resume")
+    assert failure["limit"] and resume["step"] == failure["step"], "no step is lost"

@@ -15,7 +15,7 @@ WAITS = 30
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """One end of a run that was neither its own nor asked for."""
+    """One end of a run before it was done, which nobody asked for."""
 
     step: int
     """The last optimizer step that had been trained."""
@@ -24,6 +24,8 @@ class Failure(msgspec.Struct, frozen=True):
     """Nodes that do not answer any more. It is their failure then, and not the run's."""
     missing: tuple[str, ...] = ()
     """Nodes that did not answer when the job started, so that nothing was run."""
+    limit: bool = False
+    """The run has saved because its time was up."""
 
 
 def remembered(path: Path) -> list[Failure]:
@@ -32,11 +34,13 @@ def remembered(path: Path) -> list[Failure]:
 
 def again(failures: Sequence[Failure], tries: int) -> float | str:
     """Seconds until the next try, or why there is none. The last failure is the one that has just happened."""
-    own = [f for f in failures if not f.lost + f.missing]
+    own = [f for f in failures if not f.lost + f.missing and not f.limit]
     if len(own) >= tries:
         return f"failed {len(own)} times (launch.slurm.tries)"
-    if own[-1:] == [failures[-1]] and failures[-2:-1] == failures[-1:]:
-        return f"failed twice at step {failures[-1].step} in the same way"
+    if failures[-2:-1] == failures[-1:] and not failures[-1].lost + failures[-1].missing:
+        return f"ended twice at step {failures[-1].step} in the same way"
+    if failures[-1].limit:
+        return 0.0
     here = 1
     while here < len(failures) and failures[-1 - here].step == failures[-1].step:
         here += 1

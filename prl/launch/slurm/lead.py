@@ -24,8 +24,8 @@ from prl.launch.slurm.again import Failure, again, avoided, remembered
 from prl.launch.slurm.environment import Allocation, allocation, ask, silent
 from prl.launch.slurm.script import COMPONENTS, Part
 from prl.launch.slurm.steps import SlurmExecutor
-from prl.launch.supervisor import CONFIG, FAILED
-from prl.rl import carry_out, say, store
+from prl.launch.supervisor import CONFIG, FAILED, SAVED
+from prl.rl import StopRequests, carry_out, say, store
 from prl.trainer import ledger
 from prl.transport.run_dir import RunDir, keep_private
 
@@ -63,9 +63,17 @@ def command(
         code, cause = FAILED, f"{' '.join(needed)} does not answer"
         requeue(run, slurm, job, Failure(last_step(run), cause, missing=needed))
     else:
+        stops = StopRequests()
         code, cause = carry_out(
-            run, config, resumed=resumed, reopen=reopen, executor_of=lambda r, c, lock: steps(r, c, job, missing)
+            run,
+            config,
+            resumed=resumed,
+            reopen=reopen,
+            executor_of=lambda r, c, lock: steps(r, c, job, missing),
+            stops=stops,
         )
+        if code == SAVED and signal.SIGUSR2 in stops.heard and slurm.at_limit == "requeue":
+            requeue(run, slurm, job, Failure(last_step(run), "its time was up", limit=True))
         if code == FAILED:
             lost = tuple(node for node in silent(job.addresses) if node not in missing)
             cause += f"; {' '.join(lost)} does not answer" if lost else ""

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from prl.launch import guard
-from prl.launch.local import RoleSpec, role_environment, tail
+from prl.launch.local import GONE, RoleSpec, role_environment, tail
 from prl.launch.slurm import task
 from prl.launch.slurm.environment import Allocation, of_the_job, scrubbed
 from prl.launch.slurm.script import Part, srun
@@ -29,8 +29,6 @@ KILL_S = 12.0
 """Longer than Slurm takes from SIGTERM to SIGKILL where KillWait is short."""
 GENTLE_S = 3.0
 """How long tasks have to end by themselves before their srun is told to end the step."""
-LOST = -signal.SIGKILL
-"""The exit code of a role whose node or task is gone without a word: srun itself may end with 0 then."""
 
 
 @dataclass
@@ -194,7 +192,7 @@ class SlurmExecutor:
             if over:
                 for name in step.roles:
                     ended[name] = self._recorded(step, name)
-                    if ended[name] == LOST:
+                    if ended[name] == GONE:
                         self._lost.update(step.nodes)
                 self._forget(step)
         return ended
@@ -204,7 +202,7 @@ class SlurmExecutor:
         try:
             return int((self._folder / "ended" / f"{step.file.stem}.{name}").read_text())
         except (OSError, ValueError):
-            return LOST
+            return GONE  # srun itself may have ended with 0
 
     def _forget(self, step: Step) -> None:
         for stream in (step.process.stdin, step.process.stdout):
