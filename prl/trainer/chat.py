@@ -17,6 +17,7 @@ from typing import Any, Literal
 import jinja2
 import numpy as np
 import orjson
+import xxhash
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from prl.config.named import SetupError
@@ -47,14 +48,17 @@ class Conversations:
         self.path, self.tokenizer, self.template = path, tokenizer, tokenizer.chat_template
         self.roles, self.max_length, self.too_long = frozenset(roles), max_length, too_long
         self.counts: Counter[str] = Counter()
-        self.starts = self._index()
+        self.source = str(path)
+        self.starts, self.checksum, self._stamp = self._index()
 
-    def _index(self) -> np.ndarray:
-        """int64 [lines + 1]: where each line starts and the last ends; empty lines are left out."""
-        starts, at = [], 0
+    def _index(self) -> tuple[np.ndarray, str, tuple[int, int]]:
+        """int64 [lines, 2]: where each line starts and ends, empty ones left out; the checksum; what tells a later change."""
+        starts, at, digest = [], 0, xxhash.xxh3_128()
         try:
             with self.path.open("rb") as file:
+                stamp = _stamp(file.fileno())
                 for line in file:
+                    digest.update(line)
                     if line.strip():
                         starts.append((at, at + len(line)))
                     at += len(line)
@@ -62,7 +66,7 @@ class Conversations:
             raise ChatError(f"{self.path}: cannot be read: {e}") from e
         if not starts:
             raise ChatError(f"{self.path}: no conversations in it; expected one JSON object a line")
-        return np.array(starts, np.int64)
+        return np.array(starts, np.int64), digest.hexdigest(), stamp
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -72,9 +76,11 @@ class Conversations:
         start, end = self.starts[i]
         try:
             with self.path.open("rb") as file:
-                line = os.pread(file.fileno(), int(end - start), int(start))
+                line, same = os.pread(file.fileno(), int(end - start), int(start)), _stamp(file.fileno()) == self._stamp
         except OSError as e:
             raise ChatError(f"{self.path}: cannot be read: {e}") from e
+        if not same:
+            raise ChatError(f"{self.path}: changed since this training began to read it; restore it, then resume")
         samples = self._samples(line, f"{self.path}, conversation {i + 1} (byte {start})")
         if not samples:
             self.counts["untrained"] += 1
@@ -136,6 +142,11 @@ class Conversations:
         except Exception as e:  # a template is a program: it can fail in every way
             raise ChatError(f"{where}: the chat template refuses it: {type(e).__name__}: {e}") from e
         return str(texts[0][0])
+
+
+def _stamp(fd: int) -> tuple[int, int]:
+    stat = os.fstat(fd)
+    return stat.st_size, stat.st_mtime_ns
 
 
 def _conversation(line: bytes, where: str) -> tuple[list[dict[str, Any]], Any]:

@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import xxhash
@@ -46,6 +47,10 @@ class Manifest(msgspec.Struct, frozen=True):
     ranks: int
     architecture: str
     t: float
+    reads: dict[str, Any] = {}
+    """What the weights mean beside their shapes (`TrainState.reads`)."""
+    data: dict[str, Any] = {}
+    """What a fine-tuning's data position follows from beside the step (`prl.trainer.sft.data_of`)."""
     files: dict[str, File] = {}
 
 
@@ -77,6 +82,18 @@ def read_manifest(folder: Path) -> Manifest:
         return msgspec.json.decode(path.read_bytes(), type=Manifest)
     except (OSError, msgspec.MsgspecError) as e:
         raise _damaged(folder, f"{path}: cannot be read: {e}") from e
+
+
+def demand_same(folder: Path, stored: Mapping[str, Any], given: Mapping[str, Any], mend: str) -> None:
+    """CheckpointError that lists what differs between a manifest's values and the configuration's."""
+    now = msgspec.json.decode(msgspec.json.encode(given))
+    differ = [
+        f"{key}: {now.get(key, 'nothing')!r} here, {stored.get(key, 'nothing')!r} in the checkpoint"
+        for key in sorted(stored.keys() | now.keys())
+        if stored.get(key) != now.get(key)
+    ]
+    if differ:
+        raise CheckpointError(f"{folder}: {mend}:\n  " + "\n  ".join(differ))
 
 
 def _damaged(folder: Path, what: str) -> CheckpointError:

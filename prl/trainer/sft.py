@@ -12,9 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import xxhash
 
 from prl.config.named import SetupError
 from prl.config.schema import Optim, RunConfig
@@ -24,6 +25,7 @@ from prl.models.base import Model
 from prl.monitor.metrics import Metrics
 from prl.monitor.status import Status
 from prl.samples import CE, Batch, Rollout, Sample, concatenate, pack
+from prl.trainer import checkpoint
 from prl.trainer.nonfinite import Guard
 from prl.trainer.step import Stepper
 from prl.trainer.store import DONE, EXPECTED, FAILED, SAVED, Saver, open_state, shape_of, write_model
@@ -86,6 +88,10 @@ class Examples(Protocol):
 
     counts: Counter[str]
     """Why samples given so far were dropped or cut."""
+    source: str
+    """Where they are from."""
+    checksum: str
+    """Of all examples in their order."""
 
     def __len__(self) -> int: ...
 
@@ -96,7 +102,12 @@ class Held:
     """Examples in memory, a sample each."""
 
     def __init__(self, samples: Sequence[Sample]):
-        self.samples, self.counts = samples, Counter[str]()
+        self.samples, self.counts, self.source = samples, Counter[str](), "worked answers"
+        digest = xxhash.xxh3_128()
+        for sample in samples:
+            digest.update(sample.tokens.tobytes())
+            digest.update(sample.trainable.tobytes())
+        self.checksum = digest.hexdigest()
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -157,6 +168,16 @@ def rollouts_of(sources: Sequence[Examples], chosen: Sequence[tuple[int, int]]) 
     ]
 
 
+def data_of(plan: Plan, sources: Sequence[Examples]) -> dict[str, Any]:
+    """What it follows from which examples a step trains: the same after a resume, or some come twice and others never."""
+    shares = plan.weights or [1.0] * len(sources)
+    each = {
+        f"source {i}": f"{len(s)} examples, weight {w:g}, checksum {s.checksum}"
+        for i, (s, w) in enumerate(zip(sources, shares, strict=True), 1)
+    }
+    return {"batch_size": plan.batch_size, "seed": plan.seed} | each
+
+
 def fine_tune(
     run: RunDir,
     config: RunConfig,
@@ -207,9 +228,12 @@ class FineTuning:
         self.saver = Saver(self.own, config, mesh, metrics, status)
         self.saved = self.state.step
         """The newest step whose checkpoint is complete or being written."""
+        self.data: dict[str, Any] = {}
+        """`data_of` this training, for its checkpoints."""
 
     def run(self, sources: Sequence[Examples], stop: threading.Event, solve_rate: Measure | None) -> int:
         plan, state, mesh, every = self.plan, self.state, self.mesh, self.config.checkpoint.every
+        self._demand_data(sources)
         mixture = Mixture(plan.seed, [len(s) for s in sources], plan.weights or [1.0] * len(sources))
         deadline = None if plan.seconds is None else time.monotonic() + plan.seconds
         idle = 0
@@ -252,8 +276,18 @@ class FineTuning:
         self.status.set(phase="done")
         return DONE
 
+    def _demand_data(self, sources: Sequence[Examples]) -> None:
+        """CheckpointError on every rank where a resume would go on in other data."""
+        self.data = data_of(self.plan, sources)
+        with self.mesh.agree():
+            if self.state.step:
+                folder = self.own / "checkpoints" / f"step_{self.state.step}"
+                named = ", ".join(s.source for s in sources)
+                mend = f"saved amid other data than {named}; restore it, or remove {folder.parent} to start over"
+                checkpoint.demand_same(folder, checkpoint.read_manifest(folder).data, self.data, mend)
+
     def _save(self) -> None:
-        self.saver.start(self.state)
+        self.saver.start(self.state, data=self.data)
         self.saved = self.state.step
 
     def _batch(self, rollouts: Sequence[Rollout], step: int) -> Batch:

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -38,6 +39,14 @@ from prl.trainer.muon import matrices
 
 # DCP says so at every call without a process group; that is how one rank runs.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+
+
+UNREAD = {
+    *("_name_or_path", "architectures", "dtype", "quantization_config", "torch_dtype", "transformers_version", "use_cache"),
+    *("attention_dropout", "initializer_range", "max_position_embeddings"),
+    *("bos_token_id", "eos_token_id", "pad_token_id"),
+}
+"""Keys of config.json that no forward reads."""
 
 
 class Policy(nn.Module):
@@ -202,6 +211,10 @@ class TrainState:
         copy = build(self.spec, dtype=next(iter(self.params.values())).dtype, device=self.mesh.device)
         copy.load_state_dict(dict(self.tensors()))
         return copy
+
+    def reads(self) -> dict[str, Any]:
+        """How the forward reads the weights, as far as their shapes do not say it: config.json, and the adapters' scales."""
+        return {k: v for k, v in self.spec.raw.items() if k not in UNREAD} | ({"lora": self.adapted} if self.adapted else {})
 
     def load(self, folder: Path) -> None:
         """Read what torch.distributed.checkpoint wrote of `saved`, bit for bit, from whatever mesh; a collective.

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Mapping
 from concurrent.futures import Future, wait
 from datetime import timedelta
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -71,6 +72,12 @@ def open_state(folder: RunDir, config: RunConfig, optim: Optim, mesh: Mesh, star
                     f"{saved}: of a model {manifest.architecture}, this run's is {state.spec.architecture}; "
                     "go on with the configuration that it was saved by, or start a new run"
                 )
+            checkpoint.demand_same(
+                saved,
+                manifest.reads,
+                state.reads(),
+                "of a model that computes otherwise; go on with the configuration that it was saved by, or start a new run",
+            )
         state.load(saved / checkpoint.TRAINER)
     return state
 
@@ -95,8 +102,9 @@ class Saver:
         self.step, self.began = 0, 0.0
         """Of the checkpoint that is being written, or was last."""
 
-    def start(self, state: TrainState, orchestrator: bytes | None = None) -> None:
-        """Checkpoint a state, rank 0 with the orchestrator's half; first wait for one that is being written."""
+    def start(self, state: TrainState, orchestrator: bytes | None = None, data: Mapping[str, Any] | None = None) -> None:
+        """Checkpoint a state, rank 0 with the orchestrator's half, `data` for the manifest; first wait for one that is being
+        written."""
         self.wait()
         manifest = Manifest(
             run=self.config.run.name,
@@ -106,6 +114,8 @@ class Saver:
             ranks=self.mesh.world,
             architecture=state.spec.architecture,
             t=time.time(),
+            reads=state.reads(),
+            data=dict(data or {}),
         )
         with self.metrics.span("checkpoint", step=state.step), self.mesh.agree():
             parts = state.saved()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -204,3 +205,43 @@ def test_nothing_left_to_train_on_is_an_error_after_an_epoch(tmp_path: Path) -> 
         roles.main(run, c, 0, threading.Event())
     lines = map(orjson.loads, (run / "metrics.jsonl").read_bytes().splitlines())
     assert [r["left_out"] for r in lines if r["kind"] == "step"] == [{"dropped": n} for n in (4, 8, 12)]
+
+
+def test_a_resume_amid_other_data_is_refused(tmp_path: Path) -> None:
+    """Its position would stand for other examples: some would come twice and others never."""
+    c, run = sft_config(tmp_path), run_dir(tmp_path / "run")
+
+    class Stop(threading.Event):
+        left = 3
+
+        def is_set(self) -> bool:
+            self.left -= 1
+            return self.left < 0
+
+    assert roles.main(run, c, 0, Stop()) == 75
+    path = c.sft.data[0].path if c.sft else Path()
+    before = path.read_bytes()
+    lines = before.splitlines(keepends=True)
+    for changed in (before + lines[0], b"".join(reversed(lines)), before[:-1] + b" \n"):
+        path.write_bytes(changed)
+        assert roles.main(run, c, 0, threading.Event()) == 1
+        text = errors(run.root)[-1]
+        assert re.search(rf"step_\d: saved amid other data than {path}, .*restore it, or .*\n  source 1: .* here, ", text)
+    path.write_bytes(before)
+    other = c.model_copy(update={"sft": c.sft.model_copy(update={"batch_size": 5})}) if c.sft else c
+    assert roles.main(run, other, 0, threading.Event()) == 1
+    assert "batch_size: 5 here, 4 in the checkpoint" in errors(run.root)[-1]
+    assert roles.main(run, c, 0, threading.Event()) == 0
+
+
+def errors(root: Path) -> list[str]:
+    lines = (root / "metrics.jsonl").read_bytes().splitlines()
+    return [r["error"] for r in map(orjson.loads, lines) if r["kind"] == "event" and r["name"] == "failed"]
+
+
+def test_a_file_that_changes_while_it_is_read_is_named(tmp_path: Path) -> None:
+    file = conversations(tmp_path / "c.jsonl", [say("uhi", "ahello"), say("ubye", "aciao")])
+    file[0]
+    file.path.write_text(file.path.read_text().replace("ciao", "oaic").replace("hi", "hey"))
+    with pytest.raises(ChatError, match=r"c\.jsonl: changed since this training began to read it"):
+        file[1]

@@ -18,8 +18,11 @@ from prl.layers.moe import Experts
 from prl.models.hf import load_hf, save_hf
 from prl.models.lora import A, B
 from prl.samples import pack
+from prl.trainer.checkpoint import CheckpointError
 from prl.trainer.state import TrainState
 from prl.trainer.step import Stepper
+from prl.trainer.store import open_state
+from prl.transport.run_dir import RunDir
 from tests.distributed.ranks import Ranks
 from tests.trainer import invariance
 from tests.trainer.helpers import ALONE, bits, config, rollouts, save, state_of, stepper_of
@@ -127,6 +130,9 @@ def test_a_resume_has_base_and_adapters_and_goes_on_the_same(tmp_path: Path) -> 
     for s in (stepper, resumed):
         s(batches[1])
     assert bits(stepper.state) == bits(resumed.state)
+    louder = config("bfloat16", lora=EVERYTHING | {"alpha": 99.0})
+    with pytest.raises(CheckpointError, match=r"computes otherwise; .*\n  lora: .* in the checkpoint"):
+        open_state(RunDir(tmp_path), louder, louder.trainer.optim, ALONE, None)
 
 
 def test_the_written_folder_is_a_plain_merged_model(tmp_path: Path) -> None:

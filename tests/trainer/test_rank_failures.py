@@ -76,7 +76,12 @@ LOADS: dict[str, tuple[Damage, RunConfig, str]] = {
     "another width": (
         lambda f: None,
         changed(architecture=ARCHITECTURE | {"moe_intermediate_size": 24}),
-        r"go on with the configuration.*:\n.*down_proj: float32 \[8, 32, 24\] here, float32 \[8, 32, 16\] in the checkpoint",
+        r"go on with the configuration.*:\n  moe_intermediate_size: 24 here, 16 in the checkpoint",
+    ),
+    "another scaling": (
+        lambda f: None,
+        changed(architecture=ARCHITECTURE | {"routed_scaling_factor": 2.5, "rope_theta": 1e6}),
+        r"computes otherwise; go .*:\n  rope_theta: 1000000.0 here, 10000.0 .*\n  routed_scaling_factor: 2.5 here, 1.0 ",
     ),
     "another optimizer": (lambda f: None, config("float32", ranks=2, optim={"kind": "sgd"}), r"optimizer\.\S+: nothing here"),
     "another model": (foreign, C, "of a model qwen3_moe, this run's is glm4_moe; go on with the configuration"),

@@ -108,6 +108,7 @@ def hop(rank: int, training: str, name: str, root: str, sources: list[str], save
         out["saved", shape.expert] = go_on(state, c, saver_of(run, c, mesh))
     for source in sources:
         for expert in (1, 2, 4) if mesh is ALONE else (shape.expert,):
+            torch.manual_seed(1000 + rank)  # what was random before must not matter
             state = open_state(RunDir(Path(root) / source), c, c.trainer.optim, mesh, None)
             for module in state.model.modules():
                 if isinstance(module, Experts) and mesh is ALONE:
