@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import itertools
+import logging
 import os
 import socket
 import threading
@@ -22,6 +23,7 @@ import orjson
 import torch
 import uvloop
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from prl.config.named import SetupError
 from prl.config.schema import RunConfig
@@ -43,6 +45,15 @@ MAX_BODY = 64 << 20
 REPORT_S = 2.0
 ALIVE_S = 5.0
 """The role shows life only while its engine came round this lately."""
+
+
+def _worth_a_line(record: logging.LogRecord) -> bool:
+    """Not what a malformed request makes aiohttp say: anybody could fill the disk with it."""
+    return record.exc_info is None or not isinstance(record.exc_info[1], HttpProcessingError)
+
+
+log = logging.getLogger(__name__)
+log.addFilter(_worth_a_line)
 
 
 class AbortBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -114,7 +125,7 @@ class Server:
             ]
         )
         # A client that goes away cancels its handler, which aborts the request.
-        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+        self._runner = web.AppRunner(app, logger=log, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
         await self._runner.setup()
         site: web.BaseSite
         if listener is None:

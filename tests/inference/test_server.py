@@ -47,6 +47,25 @@ async def wait_for(condition: Any, timeout_s: float = 10.0) -> None:
             await asyncio.sleep(0.005)
 
 
+async def test_strangers_write_nothing_into_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    async with serving() as (server, replica):
+        for data in (
+            b"\xff" * 100,
+            b"GET / HTTP/1.1\r\n\r\n",
+            b"GET http://[x HTTP/1.1\r\n\r\n",
+            b"GET / HTTP/1.1\r\nA: " + b"x" * 20000,
+        ):
+            reader, writer = await asyncio.open_connection(replica.host, replica.port)
+            writer.write(data + b"\r\n\r\n")
+            assert (await reader.readline()).startswith(b"HTTP/1.0 400 "), data[:30]
+            writer.close()
+        assert not caplog.records
+        server.driver.pause = None  # type: ignore[method-assign, assignment]
+        async with raw(replica) as http:
+            assert (await http.post("/pause")).status == 500
+        assert "TypeError" in caplog.text, "but what fails here does"
+
+
 async def test_every_path_but_health_demands_the_secret() -> None:
     async with serving() as (server, replica):
         registered = {(r.method, r.resource.canonical) for r in server._runner.app.router.routes() if r.method != "HEAD"}

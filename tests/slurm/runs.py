@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +20,27 @@ SITE = "configs/site/lab.yaml"
 
 
 class Run:
-    """One run, submitted as a user would: `sbatch slurm/rl_tiny.sh` on the login node, with `overrides`."""
+    """One run, submitted as a user would: `sbatch slurm/rl_tiny.sh` on the login node, with `overrides`.
+
+    `user` are words before sbatch that make its user another one; `env` is added to the environment.
+    """
 
     _restarts = 0
 
-    def __init__(self, lab: Lab, folder: Path, *overrides: str, name: str = "run"):
+    def __init__(
+        self,
+        lab: Lab,
+        folder: Path,
+        *overrides: str,
+        name: str = "run",
+        user: Sequence[str] = (),
+        env: Mapping[str, str] = {},
+    ):
         self.lab, self.dir, self.log = lab, RunDir(folder / name), folder / f"{name}.follower.log"
-        env = clean() | {"PYTHONPATH": str(ROOT), "PRL_SITE": SITE, "PRL_PYTHON": sys.executable}
+        env = clean() | {"PYTHONPATH": str(ROOT), "PRL_SITE": SITE, "PRL_PYTHON": sys.executable, **env}
         options = ("--parsable", "--partition=all", "--nodelist=infer0", f"--output={self.log}")
         given = (f"run.dir={folder}", f"run.name={name}", *overrides)
-        self.follower = lab.run("sbatch", *options, "slurm/rl_tiny.sh", *given, cwd=ROOT, env=env).stdout.strip()
+        self.follower = lab.run(*user, "sbatch", *options, "slurm/rl_tiny.sh", *given, cwd=ROOT, env=env).stdout.strip()
 
     @property
     def job(self) -> str:

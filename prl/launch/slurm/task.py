@@ -101,7 +101,7 @@ def main(path: str) -> int:
     # end. A handler and not SIG_IGN, which the role would inherit.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, lambda *_: None)
-    begin = f"prl-{step['mark']}-{name}-"  # short: paths of sockets have 108 bytes
+    begin = f"prl-{step['mark']}-{name}."  # short: paths of sockets have 108 bytes; the dot: trainer is not trainer-1
     for left in Path(tempfile.gettempdir()).glob(f"{begin}*"):  # of a life that this node's power ended
         shutil.rmtree(left, ignore_errors=True)
     scratch = Path(tempfile.mkdtemp(prefix=begin))
