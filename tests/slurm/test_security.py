@@ -117,6 +117,11 @@ def listening(lab: Lab, node: str) -> dict[str, tuple[str, int]]:
     return found
 
 
+def logged(run: Run) -> dict[str, int]:
+    """Bytes of the roles' logs."""
+    return {path.name: path.stat().st_size for path in (run.dir / "logs").iterdir()}
+
+
 def stop(lab: Lab, run: Run) -> None:
     """As its owner does: save and end."""
     lab.run(*by(OWNER, "scancel", "--batch", "--signal=USR2", run.job))
@@ -168,13 +173,15 @@ def test_another_user_gets_at_nothing_of_a_run(lab: Lab) -> None:
     what.write_text(json.dumps({"ports": ports, "paths": paths, "user": OWNER, "spool": f"{lab.root}/spool/"}))
     program = (sys.executable, "-B", str(ROOT / "tests" / "slurm" / "intruder.py"), str(what))
     srun = ("srun", "--partition=all", "--nodes=4", "--ntasks=4", "--ntasks-per-node=1", "--mem=500", *program)
-    before = run.step()
+    before, written = run.step(), logged(run)
     out = lab.run(*by(INTRUDER, *srun), cwd="/tmp", timeout_s=240).stdout
     reports = [json.loads(line) for line in out.splitlines()]
     assert sorted(r["node"] for r in reports) == sorted(lab.nodes)
     got = sorted({thing for r in reports for thing in r["got"]})
     assert not got, "\n".join(got)
     assert not any(secret in r["seen"] for r in reports) and all(str(run.dir.root) in r["seen"] for r in reports)
+    written = {name: size - written[name] for name, size in logged(run).items()}
+    print(written, [r["store"][:40] for r in reports])
     # The residual risk of docs/slurm.md: c10d's store lets anybody in.
     assert any(r["store"] for r in reports)
 

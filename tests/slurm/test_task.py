@@ -19,7 +19,14 @@ def start(folder: Path, *names: str, rank: int = 0) -> subprocess.Popen[bytes]:
     roles = [{"name": name, "command": command, "log": str(folder / f"{name}.log"), "env": {}} for name in names]
     alive = folder / "alive"
     alive.touch()
-    step = {"mark": folder.name, "addresses": {"here": "127.0.0.1"}, "alive": str(alive), "lost_s": 600, "job": "1", "tasks": roles}
+    step = {
+        "mark": folder.name,
+        "addresses": {"here": "127.0.0.1"},
+        "alive": str(alive),
+        "lost_s": 600,
+        "job": "1",
+        "tasks": roles,
+    }
     file = folder / f"{names[rank]}.json"
     file.write_text(json.dumps(step))
     environment = os.environ | {"SLURM_PROCID": str(rank), "SLURMD_NODENAME": "here", "TMPDIR": str(folder)}
