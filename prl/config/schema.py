@@ -356,13 +356,24 @@ class Launch(Section):
     wait_timeout_s: PositiveFloat = 600.0
     """Deadline of every wait of one role for another in a running run."""
     stop_timeout_s: PositiveFloat = 8.0
-    """From the request to stop until the roles are killed."""
+    """From the request to end until the roles are killed."""
+    save_timeout_s: PositiveFloat | None = None
+    """From the request to stop until the trainer is killed though it has not saved: its step goes on to its end, then a
+    checkpoint is written. Default: as stop_timeout_s; as a Slurm job, what its warning leaves (slurm.warn_s) less 10 s.
+    """
     heartbeat_timeout_s: PositiveFloat = 60.0
     replica_heartbeat_s: PositiveFloat = 15.0
     """As heartbeat_timeout_s, for inference replicas."""
     replica_restarts: NonNegativeInt = 5
     """Of each inference replica, while another one serves; then, or in deterministic mode, its loss is a failure of the run."""
     slurm: Slurm | None = None
+
+    @property
+    def save_s(self) -> float:
+        """save_timeout_s or its default."""
+        if self.save_timeout_s is not None:
+            return self.save_timeout_s
+        return max(self.stop_timeout_s, self.slurm.warn_s - 10.0) if self.slurm else self.stop_timeout_s
 
 
 class Monitor(Section):

@@ -39,6 +39,7 @@ def limits_of(config: RunConfig) -> Limits:
         launch.start_timeout_s,
         launch.wait_timeout_s,
         launch.stop_timeout_s,
+        launch.save_s,
         launch.heartbeat_timeout_s,
         min(launch.replica_heartbeat_s, launch.heartbeat_timeout_s),
         # In lock-step every replica has its share of each round: without one, the run begins the step anew.

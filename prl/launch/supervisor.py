@@ -9,7 +9,8 @@ bounded number of times; every other loss is a failure. Phases:
                                                                                    service by start_timeout_s first
     draining   a primary has ended; the others end too                             by wait_timeout_s, and heartbeats
     closing    the primaries have ended; services were told to end                 by stop_timeout_s, then killed
-    saving     a stop was requested: primaries save, then services end             by stop_timeout_s, then killed
+    saving     a stop was requested: primaries save, then services end             by save_timeout_s, then by
+                                                                                   stop_timeout_s; then killed
     done       nothing runs; `code` 0 or 75
     failed     nothing runs; `code` 1 or 2, `cause` is the first thing that went wrong
 """
@@ -50,6 +51,7 @@ class Limits:
     start_s: float
     wait_s: float
     stop_s: float
+    save_s: float
     heartbeat_s: float
     service_s: float
     """As heartbeat_s, for services."""
@@ -90,6 +92,8 @@ class State:
                 return hung
             case "draining":
                 return min(hung, self.since + self.limits.wait_s)
+            case "saving" if self.alive & self.stages[0].primaries:
+                return self.since + self.limits.save_s
             case _:
                 return self.since + self.limits.stop_s
 
@@ -269,7 +273,7 @@ def _exited(state: State, role: str, code: int, now: float) -> tuple[State, list
     if not state.alive:
         return _stage_over(state, now)
     if not state.alive & stage.primaries and primary:
-        return (state if leaving else _phase(state, "closing", now)), [Terminate(state.alive)]
+        return _phase(state, "saving" if leaving else "closing", now), [Terminate(state.alive)]
     rest = [Terminate(state.alive & stage.primaries)] if code == SAVED and not leaving else []
     return (state if leaving or state.phase == "draining" else _phase(state, "draining", now)), [*rest]
 
@@ -297,9 +301,8 @@ def _overdue(state: State, now: float, stuck: Mapping[str, str]) -> tuple[State,
         case "closing":
             return _stage_over(replace(state, alive=frozenset()), now)
         case "saving":
-            late = ", ".join(sorted(state.alive))
-            if state.alive & stage.primaries:
-                return _saved(state, now, f"{late} did not save within {limits.stop_s:g} s (launch.stop_timeout_s)"), [Kill()]
+            if late := ", ".join(sorted(state.alive & stage.primaries)):
+                return _saved(state, now, f"{late} did not save within {limits.save_s:g} s (launch.save_timeout_s)"), [Kill()]
             return _stage_over(replace(state, alive=frozenset()), now)
     hung = min(sorted(state.alive), key=state.silent_until)
     if now > state.silent_until(hung):

@@ -32,7 +32,7 @@ from prl.launch.supervisor import (
 )
 from prl.transport.run_dir import RunDir
 
-LIMITS = Limits(start_s=100, wait_s=500, stop_s=8, heartbeat_s=50, service_s=50, restarts=2)
+LIMITS = Limits(start_s=100, wait_s=500, stop_s=8, save_s=8, heartbeat_s=50, service_s=50, restarts=2)
 SFT = Stage("sft", frozenset(["sft"]))
 RL = Stage("rl", frozenset(["trainer", "orchestrator"]), frozenset(["inference-0"]))
 
@@ -138,9 +138,19 @@ def test_a_stop_asks_the_primaries_first_and_then_the_services() -> None:
     state, actions = run(state, Exited("trainer", 75, 4.0))
     assert actions == []
     state, actions = run(state, Exited("orchestrator", 75, 4.0))
-    assert actions == [Terminate(RL.services)] and state.deadline() == 11
+    assert actions == [Terminate(RL.services)] and state.deadline() == 12
     state, actions = run(state, Exited("inference-0", 0, 5.0))
     assert (state.phase, state.code, actions) == ("done", 75, [Kill()])
+
+
+def test_a_save_may_take_longer_than_an_end_and_services_have_their_own_time_after_it() -> None:
+    slow = replace(running(RL), limits=replace(LIMITS, save_s=60))
+    state, _ = run(slow, StopRequested(3.0))
+    assert state.deadline() == 63 and not run(state, Tick(62.0))[0].over
+    late, actions = run(state, Tick(63.1))
+    assert actions == [Kill()] and late.cause == "orchestrator, trainer did not save within 60 s (launch.save_timeout_s)"
+    state, _ = run(state, Exited("trainer", 75, 62.0), Exited("orchestrator", 75, 62.5))
+    assert state.deadline() == 70.5
 
 
 def test_a_rank_asked_to_end_before_it_could_listen_had_nothing_to_save() -> None:
