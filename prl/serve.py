@@ -20,8 +20,9 @@ from prl.transport.run_dir import RunDir, keep_private
 
 HELP = """Serve a model over HTTP with vLLM's routes, until Ctrl-C.
 
-SOURCE is a model folder (config.json, safetensors) or a configuration file, whose `inference` section then counts. The address
-is printed, and the file with the secret that every request but /health must carry as `Authorization: Bearer <secret>`.
+SOURCE is a model folder (config.json, safetensors) or a configuration file, whose `inference` section then counts: with
+`engine: vllm` vLLM serves, on a command line made of it. The address is printed, and the file with the secret that every request
+but /health must carry as `Authorization: Bearer <secret>`.
 
 \b
 Examples:
@@ -43,6 +44,10 @@ def command(
 ) -> None:
     try:
         config = _config(source, overrides or [])
+        if config.inference.engine == "vllm":
+            from prl.inference.vllm.role import serve
+
+            raise typer.Exit(serve(config, host, port, RunDir(folder)))
         demand_kernels(config.launch.kernels)
         raise typer.Exit(_serve(config, host, port, RunDir(folder)))
     except (ConfigError, SetupError, FileNotFoundError, PermissionError) as e:
@@ -63,7 +68,8 @@ def _serve(config: RunConfig, host: str, port: int, run: RunDir) -> int:
     import torch
     import uvloop
 
-    from prl.inference.server import Server, engine_of, start_of
+    from prl.inference.server import Server, engine_of
+    from prl.inference.start import start_of
     from prl.models.convert import WeightError
     from prl.models.hf import load_hf
     from prl.models.registry import build, init_weights

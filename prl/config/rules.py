@@ -206,10 +206,21 @@ def _replay(c: RunConfig) -> Found:
             yield f"inference.{record}", f"expected true, since trainer.{replay} replays what the engine records"
 
 
-@_reads("inference.engine")
+@_reads("inference", "run.deterministic", "run.bitwise")
 def _engine(c: RunConfig) -> Found:
-    if c.inference.engine == "vllm":
-        yield "inference.engine", "no command starts vLLM yet; expected embedded"
+    i = c.inference
+    if i.engine != "vllm":
+        return
+    if i.precision == "fp8":
+        yield "inference.engine", "vllm takes no FP8 weights yet; expected embedded, or inference.precision: bf16"
+    if i.dtype == "float64":
+        yield "inference.dtype", "vllm computes in bfloat16 or float32, not float64"
+    if i.record_selections:
+        yield "inference.record_selections", "vllm does not return the indexer's selections; expected false"
+    if i.record_routes and not i.prefix_cache:
+        yield "inference.prefix_cache", "vllm keeps the routes of record_routes by the prefix cache's blocks; expected true"
+    if c.run.deterministic and not c.run.bitwise:
+        yield "run.deterministic", "vllm's bits depend on what it batches; expected false, or inference.engine: embedded"
 
 
 @_reads("trainer.precision", "inference.precision", "model", "inference.dtype")

@@ -213,9 +213,18 @@ class Trainer(Section):
     """Steps skipped for a non-finite loss or gradient before the run stops."""
 
 
+class Vllm(Section):
+    """What only vLLM has (docs/inference.md)."""
+
+    tensor_parallel: PositiveInt = 1
+    """Workers that share each layer of a replica."""
+    eager: bool = False
+    """No torch.compile and no CUDA graphs: starts sooner, runs slower on a GPU."""
+
+
 class Inference(Section):
     engine: Literal["embedded", "vllm"] = "embedded"
-    """vllm is not run yet, and refused."""
+    vllm: Vllm = Vllm()
     replicas: PositiveInt = 1
     dtype: DType = "float32"
     precision: Precision = "bf16"

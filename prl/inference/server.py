@@ -15,7 +15,6 @@ import socket
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -30,6 +29,7 @@ from prl.config.schema import RunConfig
 from prl.inference.api import GenerateRequest
 from prl.inference.driver import Driver, EngineStopped, Updater, UpdateUnderWay
 from prl.inference.engine import Engine, Event, RequestError, no_generation
+from prl.inference.start import start_of
 from prl.inference.wire import FieldError, decode, read_request, write_choice
 from prl.models import precision
 from prl.models.base import Model
@@ -395,14 +395,3 @@ def check_layers(engine: Sequence[str], trainer: Sequence[str]) -> None:
         raise SetupError(
             f"layers in FP8: {apart}; let inference.fp8_layers and trainer.fp8_layers name the same, or leave the first out"
         )
-
-
-def start_of(run: RunDir, config: RunConfig) -> Path | dict[str, Any]:
-    """What the run's model is read from: the SFT stage's result, the given folder or the config.json written inline."""
-    if config.sft is not None:
-        return run / "sft" / "model"
-    if config.model.path is not None:
-        return config.model.path
-    if config.model.architecture is not None:
-        return config.model.architecture
-    raise ValueError("model: neither path nor architecture is set")

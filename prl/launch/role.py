@@ -23,7 +23,7 @@ from prl.transport.run_dir import RunDir, keep_private
 MAINS = {
     "trainer": "prl.trainer.train:main",
     "orchestrator": "prl.orchestrator.main:main",
-    "inference": "prl.inference.server:main",
+    "inference": "prl.inference.start:main",
     "sft": "prl.orchestrator.sft:main",
     "control": "prl.orchestrator.sft:control",
     "evaluate": "prl.evaluate:control",

@@ -121,7 +121,19 @@ def test_the_sound_ones_break_none() -> None:
         ),
         ({"inference": {"record_routes": False}}, "inference.record_routes", "router_replay"),
         ({"trainer": {"replay_selections": True}}, "inference.record_selections", "replay_selections"),
-        ({"inference": {"engine": "vllm"}}, "inference.engine", "no command starts vLLM yet"),
+        ({"inference": {"engine": "vllm", "precision": "fp8"}}, "inference.engine", "no FP8 weights yet"),
+        ({"inference": {"engine": "vllm", "dtype": "float64"}}, "inference.dtype", "not float64"),
+        ({"inference": {"engine": "vllm", "record_selections": True}}, "inference.record_selections", "does not return"),
+        ({"inference": {"engine": "vllm", "prefix_cache": False}}, "inference.prefix_cache", "by the prefix cache's blocks"),
+        (
+            DETERMINISTIC
+            | {
+                "inference": {"engine": "vllm", "prefix_cache": False, "record_routes": False},
+                "trainer": {"router_replay": False},
+            },
+            "run.deterministic",
+            "depend on what it batches",
+        ),
         ({"trainer": {"optim": {"adam_lr": 0.1}}}, "trainer.optim.adam_lr", "kind adamw"),
         ({"sft": {"optim": {"kind": "muon", "lr": 0, "adam_lr": 0.1}}}, "sft.optim.adam_lr", "lr 0"),
         ({"trainer": {"optim": {"betas": [0.9, 0.999], "state_dtype": "bfloat16"}}}, "trainer.optim.betas", "stands still"),

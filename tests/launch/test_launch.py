@@ -443,7 +443,7 @@ def test_the_command_line(start, tmp_path: Path) -> None:  # type: ignore[no-unt
     assert "Commands:" in command("prl.cli", "--help").stdout
     for arguments, words in (
         ([str(CONFIG), "trainer.stepz=7"], "did you mean trainer.steps"),
-        ([str(CONFIG), "inference.engine=vllm"], "inference.engine: no command starts vLLM yet"),
+        ([str(CONFIG), "inference.engine=vllm", "inference.dtype=float64"], "inference.dtype: vllm computes in"),
         (["nowhere.yaml"], "no such file"),
         (["trainer.steps=7"], "name a YAML file before the override trainer.steps=7"),
         (["--resume", str(tmp_path)], "no config.yaml in it"),

@@ -164,8 +164,6 @@ def test_the_command_and_the_control_write_their_numbers(
     monkeypatch.setenv("PRL_KERNELS", "reference")
     assert main([*both, "launch.kernels=cpu"]) == 2
     assert "launch.kernels is cpu, PRL_KERNELS is reference" in capsys.readouterr().err
-    assert main([*both, "inference.engine=vllm"]) == 2
-    assert "inference.engine: no command starts vLLM yet" in capsys.readouterr().err
     assert control(run, c, 0, threading.Event()) == 0
     assert orjson.loads((run / "control" / "eval.json").read_bytes())["tasks"] == 16
 
