@@ -63,7 +63,7 @@ class DeepEP(Dispatcher):
         pending = Start.apply(there, x_TD, weights_TK, codes, scales)
         yield
         x_ND, weights_NK, codes, scales = Arrive.apply(there, *pending)
-        y_ND = compute(x_ND, there.ids_NK, weights_NK, None if codes is None else (codes, scales))
+        y_ND = compute(x_ND, there.ids_NK, weights_NK, None if codes is None else (codes, scales), there.slots)
         back = Back(self, there.handle)
         pending = Start.apply(back, y_ND)
         yield
@@ -89,6 +89,7 @@ class There(_Journey):
 
     ids_NK: Tensor
     handle: list[Tensor]
+    slots: int
 
     def __init__(self, dispatcher: DeepEP, ids_TK: Tensor):
         super().__init__(dispatcher)
@@ -98,7 +99,7 @@ class There(_Journey):
         x_TD, weights_TK, codes_TD, scales_TB = tensors
         assert x_TD is not None and weights_TK is not None
         payload = x_TD if codes_TD is None else codes_TD
-        x_ND, scales_NB, self.ids_NK, weights_NK, self.handle = torch.ops.prl.deepep_dispatch(
+        x_ND, scales_NB, self.ids_NK, weights_NK, self.handle, self.slots = torch.ops.prl.deepep_dispatch(
             payload.contiguous(), scales_TB, self.ids_TK.contiguous(), weights_TK.contiguous(), self.dispatcher.group
         )
         self.event = _events.pop() if _events else None  # none where the op's kept result stood in for it
@@ -152,10 +153,10 @@ def _buffer(kind: Any, group: dist.ProcessGroup, hidden: int) -> Any:
 @torch.library.custom_op("prl::deepep_dispatch", mutates_args=())
 def _dispatch(
     x: Tensor, scales: Tensor | None, ids: Tensor, weights: Tensor, group: str
-) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor], int]:
     buffer, n_experts = _dispatchers[group].buffer, _dispatchers[group].n_experts
     per_rank, per_rdma_rank, per_expert, in_rank, _ = buffer.get_dispatch_layout(ids, n_experts)
-    received, ids_NK, weights_NK, _, handle, event = buffer.dispatch(
+    received, ids_NK, weights_NK, per_local_expert, handle, event = buffer.dispatch(
         x if scales is None else (x, scales),
         num_tokens_per_rank=per_rank,
         num_tokens_per_rdma_rank=per_rdma_rank,
@@ -167,7 +168,7 @@ def _dispatch(
     )
     _events[:] = [event]
     x_ND, scales_NB = received if scales is not None else (received, weights.new_empty(0))
-    return x_ND, scales_NB, ids_NK, weights_NK, list(handle)
+    return x_ND, scales_NB, ids_NK, weights_NK, list(handle), sum(per_local_expert)
 
 
 @torch.library.custom_op("prl::deepep_combine", mutates_args=())

@@ -20,8 +20,9 @@ from prl.kernels.numerics import FP8
 from prl.kernels.permute import combine, permute
 from prl.kernels.quantise import quantise_rows
 
-Compute = Callable[[Tensor, Tensor, Tensor, tuple[Tensor, Tensor] | None], Tensor]
-"""(tokens [N, D], ids of this rank's experts [N, K], weights [N, K], the tokens' FP8 codes and scales) → sums [N, D]."""
+Compute = Callable[[Tensor, Tensor, Tensor, tuple[Tensor, Tensor] | None, int], Tensor]
+"""(tokens [N, D], ids of this rank's experts [N, K], weights [N, K], the tokens' FP8 codes and scales, how many ids are not −1)
+→ sums [N, D]."""
 Travel = Generator[None, None, Tensor]
 
 
@@ -134,19 +135,21 @@ class AllToAll(Dispatcher):
         self.group, self.ranks = group, group.size()
         self.n_local = n_experts // self.ranks
 
-    def plans(self, ids_CTK: tuple[Tensor, ...]) -> list[tuple[Tensor, list[int], list[int]]]:
-        r = self.ranks
-        goes = []
+    def plans(self, ids_CTK: tuple[Tensor, ...]) -> list[tuple[Tensor, list[int], list[int], int]]:
+        r, c = self.ranks, len(ids_CTK)
+        goes, counts = [], []
         for ids_TK in ids_CTK:
             owner_TK = torch.where(ids_TK < 0, r, ids_TK.div(self.n_local, rounding_mode="floor"))
             goes.append(ids_TK.new_zeros(len(ids_TK), r + 1, dtype=torch.bool).scatter_(1, owner_TK, True)[:, :r])
-        sent_RC = torch.stack([goes_TR.sum(0) for goes_TR in goes], 1)
+            owner_S = owner_TK.flatten()
+            counts.append(ids_TK.new_zeros(r + 1).scatter_add_(0, owner_S, torch.ones_like(owner_S))[:r])
+        sent_RC = torch.stack([*(goes_TR.sum(0) for goes_TR in goes), *counts], 1)  # tokens of each chunk, then slots
         received_RC = _wait(_start(sent_RC, [1] * r, [1] * r, self.group.group_name))
-        counts_CR = torch.stack((sent_RC, received_RC)).transpose(1, 2).tolist()
-        return list(zip(goes, *counts_CR, strict=True))
+        sent, received = torch.stack((sent_RC, received_RC)).transpose(1, 2).tolist()
+        return list(zip(goes, sent[:c], received[:c], map(sum, received[c:]), strict=True))
 
     def travel(self, compute: Compute, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, plan: Any) -> Travel:
-        goes_TR, sent, received = plan
+        goes_TR, sent, received, slots = plan
         (t, r), (_, k), s = goes_TR.shape, ids_TK.shape, sum(sent)
         # Row s is slot source[s] = token · R + rank; rows are by rank, then token. Position [T, R] is the inverse.
         place_TR = goes_TR.T.flatten().cumsum(0).view(r, t).T - 1
@@ -171,7 +174,7 @@ class AllToAll(Dispatcher):
         x_ND, small_N, codes_ND = Arrive.apply(journey, *pending)
         weights_NK, ids_NK, scales_NB = small_N.tensor_split((k, 2 * k), 1)
         codes = None if codes_ND is None else (codes_ND.view(FP8), scales_NB.detach().contiguous())
-        y_ND = compute(x_ND, ids_NK.detach().long(), weights_NK.contiguous(), codes)
+        y_ND = compute(x_ND, ids_NK.detach().long(), weights_NK.contiguous(), codes, slots)
         journey = Exchange(received, sent, self.group)
         pending = Start.apply(journey, y_ND)
         yield

@@ -31,13 +31,15 @@ def experts(
     *,
     precision: Precision = "bf16",
     codes: tuple[Tensor, Tensor] | None = None,
+    slots: int | None = None,
 ) -> Tensor:
     """[T, D]: Σ_k weights[t, k] · expert ids[t, k] of x[t], in x's type; the gate's rows of `gate_up_EJD` come first.
 
     An id of −1 adds nothing. `bf16` computes in x's type, whatever it is; `fp8` quantises tokens, activations and gradients
     (x is bfloat16 or float32, the weights any of these: their gradient is float32 before it is cast). Differentiable.
     `codes`: the tokens' FP8 codes [T, D] and scales float32 [T, D / 128], for `fp8` alone: then x is not read, it gets the
-    gradient as if quantisation were the identity.
+    gradient as if quantisation were the identity. `slots`: how many ids are not −1, where the host knows: then there are rows
+    for these alone, else for all.
     """
     if precision not in get_args(Precision):
         checks.fail("experts", "precision", "bf16 or fp8", precision)
@@ -58,8 +60,8 @@ def experts(
     checks.same_device("experts", **tensors)
     if precision == "fp8":
         args = x_TD, ids_TK, weights_TK, gate_up_EJD, down_EDI, *(codes or (None, None))
-        return _ExpertsFP8.apply(*args, torch.is_grad_enabled())
-    source_R, position_TK, starts_E1, counts_E = sort_rows(ids_TK, e)
+        return _ExpertsFP8.apply(*args, slots, torch.is_grad_enabled())
+    source_R, position_TK, starts_E1, counts_E = sort_rows(ids_TK, e, slots=slots)
     rows_RD = permute(x_TD, source_R, position_TK)
     act_RI = swiglu(grouped_gemm(rows_RD, gate_up_EJD, starts_E1, counts_E))
     return combine(grouped_gemm(act_RI, down_EDI, starts_E1, counts_E), weights_TK, source_R, position_TK)
@@ -78,9 +80,10 @@ class _ExpertsFP8(torch.autograd.Function):
         down_EDI: Tensor,
         codes_TD: Tensor | None,
         scales_TB: Tensor | None,
+        slots: int | None,
         grad: bool,
     ) -> Tensor:
-        source_R, position_TK, starts_E1, counts_E = sort_rows(ids_TK, len(gate_up_EJD), align=BLOCK)
+        source_R, position_TK, starts_E1, counts_E = sort_rows(ids_TK, len(gate_up_EJD), align=BLOCK, slots=slots)
         if codes_TD is None or scales_TB is None:
             columns = grad and any(ctx.needs_input_grad)  # parameters need a gradient under no_grad too
             x, x_scales, *x_kept = permute_quantise(x_TD, source_R, position_TK, columns=columns)
@@ -124,4 +127,5 @@ class _ExpertsFP8(torch.autograd.Function):
         if len(d_weights_R):
             d_weights_TK = torch.where(position_TK < 0, 0, d_weights_R[position_TK.clamp(min=0)])
         d_x_TD = combine(d_x_RD, None, source_R, position_TK)
-        return d_x_TD, None, d_weights_TK, d_gate_up_EJD.to(ctx.weight_dtype), d_down_EDI.to(ctx.weight_dtype), None, None, None
+        d_w = d_gate_up_EJD.to(ctx.weight_dtype), d_down_EDI.to(ctx.weight_dtype)
+        return d_x_TD, None, d_weights_TK, *d_w, None, None, None, None

@@ -20,17 +20,25 @@ from prl.kernels.registry import define
 FLOATS = (torch.bfloat16, torch.float32, torch.float64)
 
 
-def sort_rows(ids_TK: Tensor, n_experts: int, *, align: int = 1) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def sort_rows(
+    ids_TK: Tensor, n_experts: int, *, align: int = 1, slots: int | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The stable order of the slots by expert, each expert's rows starting at a multiple of `align`. No host synchronisation.
 
     Returns int64 (source [R], the flat slot t·K + k of each row, −1 for padding; position [T, K], the row of each slot;
     starts [E + 1], the first row of each expert; counts [E], its rows without padding). R is the most that any ids can need,
-    `row_bound`. Ids are −1 … n_experts − 1; elsewhere than on the CPU they are not read here: validate them before.
+    `row_bound` of all slots, or of `slots`, those with an expert, where the host knows how many they are.
+    Ids are −1 … n_experts − 1; elsewhere than on the CPU neither they nor their number is read here: validate them before.
     """
     checks.tensor("sort_rows", "ids_TK", ids_TK, [None, None], [torch.int64])
     if n_experts < 0 or align < 1:
         checks.fail("sort_rows", "n_experts and align", "at least 0 and 1", (n_experts, align))
-    return _sort_op(ids_TK, n_experts, align)
+    source_R, position_TK, starts_E1, counts_E = _sort_op(ids_TK, n_experts, align)
+    if slots is not None and slots < ids_TK.numel():
+        if ids_TK.device.type == "cpu" and int(counts_E.sum()) != slots:
+            checks.fail("sort_rows", "slots", f"the {int(counts_E.sum())} of ids_TK that are not -1", slots)
+        source_R = source_R[: row_bound(slots, n_experts, align)].clone()  # the rest is padding
+    return source_R, position_TK, starts_E1, counts_E
 
 
 def row_bound(n_slots: int, n_experts: int, align: int) -> int:
@@ -165,12 +173,12 @@ def _combine_fake(rows_RD: Tensor, weights_TK: Tensor | None, source_R: Tensor, 
 
 def _combine_setup(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.weighted = inputs[1] is not None
-    ctx.save_for_backward(*(t for t in inputs if t is not None))
+    ctx.save_for_backward(*(inputs if ctx.weighted else inputs[2:]))  # only the weights' gradient reads the rows
 
 
 def _combine_backward(ctx: Any, d_out_TD: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
     if not ctx.weighted:
-        _, source_R, position_TK = ctx.saved_tensors
+        source_R, position_TK = ctx.saved_tensors
         return _permute_op(d_out_TD.contiguous(), source_R, position_TK), None, None, None
     d_rows_RD, d_weights_TK = _combine_backward_op(d_out_TD.contiguous(), *ctx.saved_tensors)
     return d_rows_RD, d_weights_TK, None, None

@@ -19,7 +19,8 @@ class Dispatcher(Protocol):
     def __call__(self, compute: Any, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """Each token's weighted sum over its experts [T, D], wherever they are.
 
-        `compute(x, ids, weights, codes)` makes the sums over the experts held here, where an id of −1 is another rank's.
+        `compute(x, ids, weights, codes, slots)` makes the sums over the experts held here, where an id of −1 is another rank's;
+        `slots` of them are not.
         """
         ...
 
@@ -41,10 +42,15 @@ class Experts(nn.Module):
         return here(x_TD, ids_TK, weights_TK) if self.dispatcher is None else self.dispatcher(here, x_TD, ids_TK, weights_TK)
 
     def compute_here(
-        self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, codes: tuple[Tensor, Tensor] | None = None
+        self,
+        x_TD: Tensor,
+        ids_TK: Tensor,
+        weights_TK: Tensor,
+        codes: tuple[Tensor, Tensor] | None = None,
+        slots: int | None = None,
     ) -> Tensor:
         w = self.gate_up_proj, self.down_proj
-        return experts(x_TD, ids_TK, weights_TK, *w, precision=self.precision, codes=codes)
+        return experts(x_TD, ids_TK, weights_TK, *w, precision=self.precision, codes=codes, slots=slots)
 
 
 class MoE(nn.Module):

@@ -104,7 +104,7 @@ class Model(nn.Module):
             given = LayerInput(
                 rotate=lambda h: self.rope.rotate(h, cos, sin),
                 layout=inputs.layout,
-                selection=selection,
+                selection=None if i in indexed else selection,  # what it does not read must not wait for its recomputation
                 recorded_TK=None if replayed is None else replayed[:, indexed[i]],
                 record_selections=inputs.record_selections,
                 experts=Replay(

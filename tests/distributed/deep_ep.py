@@ -131,6 +131,9 @@ class Buffer:
         counts = [torch.zeros_like(num_tokens_per_rank) for _ in range(self.ranks)]
         dist.all_gather(counts, num_tokens_per_rank, group=self.group)
         arriving = torch.stack([c[self.rank] for c in counts])
+        of_experts = [torch.zeros_like(num_tokens_per_expert) for _ in range(self.ranks)]
+        dist.all_gather(of_experts, num_tokens_per_expert, group=self.group)
+        per_expert = torch.stack(of_experts).sum(0)[self.rank * local :][:local].tolist()  # the host has waited for it
         sends = [is_token_in_rank[:, r].nonzero()[:, 0] for r in range(self.ranks)]
         works, (ids, weights, *received) = self._exchange([topk_idx, topk_weights, *payload], sends, arriving.tolist())
         first = self.rank * local
@@ -141,7 +144,6 @@ class Buffer:
             weights.data[ids < 0] = 0
 
         event = self._event(works, async_finish, finish)
-        per_expert = [0] * local  # the host waits for the counts alone; nobody here needs those of the experts
         out = received[0] if len(received) == 1 else (received[0].view(torch.float8_e4m3fn), received[1])
         return out, ids, weights, per_expert, (is_token_in_rank, arriving), event
 

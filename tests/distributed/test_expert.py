@@ -69,7 +69,8 @@ def travel(rank: int, kind: str, dtype: torch.dtype, chunks: int) -> dict[str, n
     weights.requires_grad_()
     received: list[list[Tensor]] = []
 
-    def compute(x: Tensor, ids: Tensor, weights: Tensor, codes: Any) -> Tensor:
+    def compute(x: Tensor, ids: Tensor, weights: Tensor, codes: Any, slots: int) -> Tensor:
+        assert slots == (ids >= 0).sum()
         received.append([x.detach(), ids, torch.where(ids < 0, 0, weights.detach())])
         return sums(x, ids, weights, rank)
 
@@ -131,7 +132,7 @@ def count_exchanges(rank: int) -> tuple[list[int], list[str]]:
         weights.requires_grad_()
         deep_ep.Buffer.calls = []
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as forward:
-            out = dispatcher(kind)(lambda x, i, w, _: sums(x, i, w, rank), x, ids, weights)
+            out = dispatcher(kind)(lambda x, i, w, *_: sums(x, i, w, rank), x, ids, weights)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as backward:
             out.backward(grad)
         for profile in (forward, backward):
@@ -165,7 +166,7 @@ def meet(rank: int, kind: str, chunks: int, folder: str) -> list[str]:
     store, events = dist.FileStore(f"{folder}/{kind}", 2), []
     count = iter(range(chunks))
 
-    def compute(x: Tensor, ids: Tensor, weights: Tensor, _: Any) -> Tensor:
+    def compute(x: Tensor, ids: Tensor, weights: Tensor, *_: Any) -> Tensor:
         c = next(count)
 
         def at(way: str, following: int) -> None:
@@ -200,8 +201,8 @@ def layer(rank: int, kind: str, precision: Any, **options: Any) -> list[Tensor]:
     gate_up = (torch.randn(E // world, 2 * inner, width, generator=g) / width**0.5).bfloat16().requires_grad_()
     down = (torch.randn(E // world, width, inner, generator=g) / inner**0.5).bfloat16().requires_grad_()
 
-    def compute(x: Tensor, ids: Tensor, weights: Tensor, codes: Any) -> Tensor:
-        return experts(x, ids, weights, gate_up, down, precision=precision, codes=codes)
+    def compute(x: Tensor, ids: Tensor, weights: Tensor, codes: Any, slots: int) -> Tensor:
+        return experts(x, ids, weights, gate_up, down, precision=precision, codes=codes, slots=slots)
 
     out = dispatcher(kind, width=width, **options)(compute, x, ids, weights)
     out.backward(grad)
@@ -256,7 +257,7 @@ def recompute(rank: int, kind: str) -> tuple[list[bool], int, int]:
     send = dispatcher(kind)
 
     def block(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        return send(lambda x, i, w, _: sums(x.sin(), i, w, rank).sin(), x.sin(), ids, weights).sin()
+        return send(lambda x, i, w, *_: sums(x.sin(), i, w, rank).sin(), x.sin(), ids, weights).sin()
 
     contexts = functools.partial(create_selective_checkpoint_contexts, policy)
     results, exchanges = [], []

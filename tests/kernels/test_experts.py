@@ -67,6 +67,36 @@ def test_gradients_of_movement():
     )
 
 
+def saved_by(make):
+    """Shapes of what autograd keeps for the backward of `make()`, and its result."""
+    found = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: found.append(tuple(t.shape)) or t, lambda t: t):
+        out = make()
+    return found, out
+
+
+def test_rows_that_are_only_summed_are_not_kept():
+    source, position, *_ = sort_rows(choices(6, 2, 5), 5)
+    rows = torch.randn(12, 3, requires_grad=True)
+    assert saved_by(lambda: combine(rows, None, source, position))[0] == [(12,), (6, 2)]
+    assert (12, 3) in saved_by(lambda: combine(rows, torch.rand(6, 2), source, position))[0]
+
+
+@given(st.integers(0, 30), st.integers(1, 4), st.integers(4, 9), st.sampled_from([1, 4]))
+@settings(max_examples=20, deadline=None)
+def test_rows_are_made_for_slots_with_an_expert_alone(n, k, n_experts, align):
+    ids = choices(n, k, n_experts, 0.7)
+    slots = int((ids >= 0).sum())
+    whole, known = sort_rows(ids, n_experts, align=align), sort_rows(ids, n_experts, align=align, slots=slots)
+    assert len(known[0]) == row_bound(slots, n_experts, align) >= known[2][-1]
+    assert torch.equal(known[0], whole[0][: len(known[0])]) and all(map(torch.equal, known[1:], whole[1:]))
+
+
+def test_a_wrong_number_of_slots_is_refused():
+    with pytest.raises(ArgumentError, match="sort_rows: slots must be the 3 of ids_TK that are not -1, got 2"):
+        sort_rows(torch.tensor([[0, -1], [1, 2]]), 3, slots=2)
+
+
 @pytest.mark.parametrize("transposed", [False, True])
 def test_grouped_gemm_and_its_gradients(transposed):
     starts, counts = torch.tensor([0, 4, 4, 8, 9]), torch.tensor([3, 0, 4, 1])
@@ -101,6 +131,24 @@ def test_experts_gradients(absent):
     x, ids, *rest = layer(torch.float64, absent=absent)
     ids[ids == 1] = 3  # expert 1 gets nothing, some rows have an expert twice
     assert torch.autograd.gradcheck(lambda x, *rest: experts(x, ids, *rest), (x, *rest))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_experts_of_few_slots_keep_few_rows_and_the_same_bits(precision):
+    x, ids, weights, gate_up, down = layer(torch.float32, d=128, i=128, t=400, absent=0.9)
+    slots = int((ids >= 0).sum())
+    results, kept = [], []
+    for known in (None, slots):
+        given = [t.detach().clone().requires_grad_() for t in (x, weights, gate_up, down)]
+        found, out = saved_by(
+            lambda given=given, known=known: experts(given[0], ids, *given[1:], precision=precision, slots=known)
+        )
+        out.square().sum().backward()
+        results.append([out.detach(), *(t.grad for t in given)])
+        kept.append({size for shape in found for size in shape})
+    assert all(map(torch.equal, *results))
+    most, needed = (row_bound(n, 4, 128 if precision == "fp8" else 1) for n in (800, slots))
+    assert most in kept[0] and needed in kept[1] and most not in kept[1]
 
 
 def test_frozen_experts_get_no_gradient():

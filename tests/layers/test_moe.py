@@ -191,7 +191,7 @@ def test_counts_are_of_one_forward_under_activation_checkpointing():
 
 def reversed_ids(compute, x_TD, ids_TK, weights_TK):
     """A dispatcher of experts that are held in the opposite order."""
-    return compute(x_TD, 15 - ids_TK, weights_TK, None)
+    return compute(x_TD, 15 - ids_TK, weights_TK, None, ids_TK.numel())
 
 
 def test_rows_move_through_the_dispatcher_alone():
@@ -204,6 +204,21 @@ def test_rows_move_through_the_dispatcher_alone():
         for p in moe.experts.parameters():
             p.copy_(p.flip(0))
     torch.testing.assert_close(moe(x, Replay())[0], expected)
+
+
+def test_there_are_rows_for_the_slots_that_the_dispatcher_counts_alone():
+    moe = layer()
+    slots, shapes = 0, []
+
+    def first_two_here(compute, x_TD, ids_TK, weights_TK):
+        nonlocal slots
+        slots = int((ids_TK < 2).sum())
+        return compute(x_TD, ids_TK.where(ids_TK < 2, -1), weights_TK, None, slots)
+
+    moe.experts.dispatcher = first_two_here
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: shapes.append(t.shape) or t, lambda t: t):
+        moe(torch.randn(23, 8, dtype=torch.float64), Replay())
+    assert slots and (slots, 8) in shapes and not [s for s in shapes if s[0] == 23 * 4]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from prl.config.mesh import resolve
 from prl.distributed.expert import AllToAll
 from prl.distributed.mesh import lay_out
 from prl.layers import router
+from prl.layers.dsa import Indexer
 from prl.layers.moe import Experts
 from prl.models.recompute import TARGETS
 from prl.samples import pack
@@ -88,6 +90,26 @@ def test_less_is_kept(kind: str) -> None:
     saved = 1 - kept(**KINDS[kind]) / kept()
     print(f"{kind}: {saved:.0%} less")
     assert saved > 0
+
+
+def test_the_indexers_choice_is_kept_for_layers_that_read_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers 0 and 1 choose, layer 2 reads what layer 1 chose; those that choose do so again."""
+    stepper = glm_5("float32", recompute="full")
+    chosen: list[list[weakref.ref[Tensor]]] = []
+    choose = Indexer.forward
+
+    def spy(*args: Any) -> Any:
+        selection = choose(*args)
+        chosen.append([weakref.ref(t) for t in selection.kept if t.shape[-1] > stepper.state.spec.index_topk])
+        return selection
+
+    monkeypatch.setattr(Indexer, "forward", spy)
+    batch = pack(invariance.rollouts(1, 8, "random"), step=1, budget=256, ranks=1)[0]
+    x = inputs(batch.micro_batches[0], torch.device("cpu"), replay=True, replay_selections=False)
+    out = stepper.state.policy(x.forward, x.rows_M, x.labels_M, x.temperature_M)
+    first, second = chosen
+    assert first and second and [r() for r in first] == [None] * len(first) and None not in [r() for r in second]
+    del out
 
 
 @pytest.mark.parametrize("tied", [False, True])
