@@ -367,9 +367,8 @@ def received(s: Sizes) -> int:
 
 
 def expert_rows(s: Sizes) -> int:
-    """Rows that a rank's experts have room for: of every token here all its slots, those of other ranks' experts too, since how
-    many are their own is not known on the host."""
-    slots = received(s) * s.spec.top_k
+    """Rows of a rank's experts where all get as many: the ranks tell each other how many slots they send."""
+    slots = s.t * s.spec.top_k
     if not s.fp8:
         return slots
     e = s.spec.n_experts // s.expert_ranks
@@ -379,7 +378,7 @@ def expert_rows(s: Sizes) -> int:
 def moe(s: Sizes) -> list[Op]:
     raw, t, d, a, w, k, e = s.spec.raw, s.t, s.spec.hidden_size, s.a, s.w, s.spec.top_k, s.spec.n_experts
     i, r = raw["moe_intermediate_size"], expert_rows(s)
-    index = 8 * (r + t * k)
+    index = 8 * (r + received(s) * k)
     route = t * k * (8 + w)
     shared = i * raw.get("n_shared_experts", 0)
     # What the branches give to the norm's output waits while the next one computes.
