@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Annotated
@@ -46,7 +47,10 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions
 
 
 class StopRequests:
-    """Counts SIGINT, SIGTERM, SIGHUP and SIGUSR2 (Slurm's warning: `--signal=B:USR2@120`) while it is open."""
+    """Counts SIGINT, SIGTERM, SIGHUP and SIGUSR2 (Slurm's warning: `--signal=B:USR2@120`) while it is open.
+
+    The first SIGTERM after Slurm's warning is part of the same request: saving takes longer than the warning allowed for.
+    """
 
     NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)
 
@@ -56,8 +60,9 @@ class StopRequests:
 
     def _heard(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
+        ending = number == signal.SIGTERM and self.heard == {signal.SIGUSR2}
         self.heard.add(number)
-        if now - self._last > SAME_S:
+        if now - self._last > SAME_S and not ending:
             self.count += 1
         self._last = now
 
@@ -71,7 +76,8 @@ class StopRequests:
 
 
 def say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    with suppress(OSError):  # a full disk, a terminal that is gone: no reason for a run to end, or not to
+        print(line, file=sys.stderr, flush=True)
 
 
 def open_run(

@@ -424,18 +424,19 @@ class Supervisor:
     def _events(self, state: State) -> list[Event]:
         """What happened since the last call; heartbeats come before the tick that judges them."""
         events: list[Event] = []
-        if self.stops() > self._stops:
-            self._stops += 1
-            self.say("stop requested: saving (ask again to end at once)" if self._stops == 1 else "ending at once")
-            events.append(StopRequested(self.clock()))
-        ended = self.executor.poll()
-        if any(code not in (DONE, SAVED) for code in ended.values()) and state.phase != "saving":
+        ended, services = self.executor.poll(), state.stages[0].services
+        # A service may have ended since all processes were asked to, as Slurm does, and this one hears of it a moment later.
+        if any(code not in (DONE, SAVED) or role in services for role, code in ended.items()) and state.phase != "saving":
             until = self.clock() + FIRST_CAUSE_S
             while self.clock() < until or (
                 self.clock() < until + self.limits.stop_s and self._failed(state.alive - ended.keys())
             ):
                 time.sleep(POLL_S)
                 ended |= self.executor.poll()
+        if self.stops() > self._stops:
+            self._stops += 1
+            self.say("stop requested: saving (ask again to end at once)" if self._stops == 1 else "ending at once")
+            events.append(StopRequested(self.clock()))
         # Killed roles first, then services: a primary often fails because one of those has. Of ranks the one that failed first.
         failed = self._failed(ended)
         order = sorted(

@@ -251,6 +251,32 @@ def test_a_request_that_comes_twice_at_once_is_one(start) -> None:  # type: igno
     s.assert_nothing_left()
 
 
+def test_the_sigterm_after_slurms_warning_is_part_of_it(start) -> None:  # type: ignore[no-untyped-def]
+    s = start(trainer="slow-save")
+    s.running()
+    for number in (signal.SIGUSR2, signal.SIGTERM):
+        s.process.send_signal(number)
+        time.sleep(0.4)
+    assert s.end() == 75
+    assert "trainer did not save within 4 s" in s.errors and "second request" not in s.errors
+    s.assert_nothing_left()
+
+
+def test_a_service_that_was_asked_to_end_before_the_supervisor_was_is_no_failure(start) -> None:  # type: ignore[no-untyped-def]
+    """Slurm ends a job by SIGTERM to all of its processes, in no order."""
+    s = start()
+    s.running()
+    words = f"--role\0inference-0\0serve\0{s.run.root}"
+    (service,) = processes(words)
+    os.kill(service, signal.SIGTERM)
+    s.until(lambda: not processes(words))
+    time.sleep(0.15)
+    s.process.send_signal(signal.SIGTERM)
+    assert s.end() == 75
+    assert (s.run / "saved-trainer").exists()
+    s.assert_nothing_left()
+
+
 def test_a_stop_during_the_start_ends_too(start) -> None:  # type: ignore[no-untyped-def]
     s = start(trainer="silent")
     s.until(lambda: s.run.root.exists() and (s.run / "logs" / "trainer.log").exists())

@@ -28,6 +28,7 @@ from pathlib import Path
 PACKAGES = ("slurm-wlm", "munge", "iproute2")
 SUBNET = "198.18.80"  # RFC 2544's range for benchmarks: routed nowhere
 NODES = ("train0", "train1", "infer0", "infer1")
+SMALL_MB = 32
 NAMESPACES = ("--net", "--uts", "--ipc", "--mount", "--pid")
 DEFAULT = Path("/var/tmp/prl-slurm")
 
@@ -36,6 +37,7 @@ _REST = "echo up; exec >/dev/null; while :; do sleep 1000 & wait $!; done"
 _HEAD = f"""set -e
 hostname head; mount --make-rprivate /
 mount -t tmpfs -o mode=1777 tmpfs /dev/shm; mount -t tmpfs -o mode=755 tmpfs /run; mkdir -m 755 /run/munge
+mount -t tmpfs -o mode=755,size={SMALL_MB}m tmpfs "$1"/small
 mount --bind "$1"/etc /etc/slurm; mount --bind "$1"/hosts /etc/hosts
 ip link set lo up; ip link add br0 type bridge; ip addr add {SUBNET}.1/24 dev br0; ip link set br0 up
 {_REST}"""
@@ -127,7 +129,7 @@ def _children(pid: int) -> list[int]:
 
 class Lab:
     """The cluster whose files are below `root`. Partitions: train and infer (two nodes each), all, and scavenge, whose jobs
-    others preempt; `nodes` names them, `conf` adds lines to slurm.conf.
+    others preempt; `nodes` names them, `conf` adds lines to slurm.conf. `small`, of SMALL_MB, is on all nodes.
     """
 
     def __init__(self, root: Path = DEFAULT, *, nodes: Sequence[str] = NODES, cpus: int = 8, conf: Sequence[str] = ()):
@@ -157,7 +159,7 @@ class Lab:
         """A new cluster, all of whose nodes are idle."""
         self.down()
         install()
-        for name in ("etc", "log", "state", "spool"):
+        for name in ("etc", "log", "state", "spool", "small"):
             shutil.rmtree(self.root / name, ignore_errors=True)
             (self.root / name).mkdir(parents=True, mode=0o755)
         Path("/etc/slurm").mkdir(exist_ok=True)  # where the head mounts its own
@@ -243,6 +245,10 @@ class Lab:
             except OSError:
                 continue
         return found
+
+    def seen(self, path: Path) -> Path:
+        """A path of the nodes' filesystem, as this machine reaches it."""
+        return Path(f"/proc/{self._pids['head']}/root{path}")
 
     # -- faults --------------------------------------------------------------------------------------------------------
 

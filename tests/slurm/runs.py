@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +22,23 @@ ROOT = Path(__file__).parents[2]
 SITE = "configs/site/lab.yaml"
 
 
+def measured(fault: str, **seconds: float) -> None:
+    """Add what a fault cost to the file that PRL_SLURM_FAULTS names."""
+    if not (named := os.environ.get("PRL_SLURM_FAULTS")):
+        return
+    path = Path(named)
+    kept = json.loads(path.read_text()) if path.exists() else {}
+    kept["command"] = f"PRL_SLURM_FAULTS={named} make test-slurm"
+    kept.setdefault("faults", {})[fault] = {name: round(value, 1) for name, value in seconds.items()}
+    path.write_text(json.dumps(kept, indent=1) + "\n")
+
+
 class Run:
     """One run, submitted as a user would: `sbatch slurm/rl_tiny.sh` on the login node, with `overrides`.
 
-    `user` are words before sbatch that make its user another one; `env` is added to the environment.
+    `folder` is one of the nodes; what the follower says goes to `log`, a folder of theirs and of this machine. `user` are words
+    before sbatch that make its user another one; `env` is added to the environment.
     """
-
-    _restarts = 0
 
     def __init__(
         self,
@@ -33,10 +46,12 @@ class Run:
         folder: Path,
         *overrides: str,
         name: str = "run",
+        log: Path | None = None,
         user: Sequence[str] = (),
         env: Mapping[str, str] = {},
     ):
-        self.lab, self.dir, self.log = lab, RunDir(folder / name), folder / f"{name}.follower.log"
+        self.lab, self.root, self.log = lab, folder / name, (log or folder) / f"{name}.follower.log"
+        self.dir = RunDir(lab.seen(self.root) if log else self.root)
         env = clean() | {"PYTHONPATH": str(ROOT), "PRL_SITE": SITE, "PRL_PYTHON": sys.executable, **env}
         options = ("--parsable", "--partition=all", "--nodelist=infer0", f"--output={self.log}")
         given = (f"run.dir={folder}", f"run.name={name}", *overrides)
@@ -82,9 +97,9 @@ class Run:
     def pid(self, who: str) -> int:
         """This machine's id of a role's process, or of the supervisor's (`lead`)."""
         role, _, index = who.partition("-")
-        words = f"prl.launch.role\0{role}\0--run\0{self.dir.root}\0--index\0{index or 0}\0"
+        words = f"prl.launch.role\0{role}\0--run\0{self.root}\0--index\0{index or 0}\0"
         if who == "lead":
-            words = f"prl.launch.slurm.lead\0{self.dir.root}\0"
+            words = f"prl.launch.slurm.lead\0{self.root}\0"
         (pid,) = (pid for node in self.lab.nodes for pid in self.lab.processes(node, words))
         return pid
 
@@ -108,21 +123,60 @@ class Run:
         shown = self.lab.run("scontrol", "show", "job", self.job, check=False).stdout
         return int(shown.partition("Restarts=")[2].split()[0])
 
-    def until_restart(self, timeout_s: float = 120) -> None:
-        """Until Slurm has the job run once more than before."""
-        self._restarts += 1
+    def until_restart(self, before: int, timeout_s: float = 120) -> None:
+        """Until Slurm has run the job again more often than `before`."""
 
         def restarted() -> bool:
             assert not self.ended(), self.told()
-            return self.restarts() >= self._restarts
+            return self.restarts() > before
 
-        until(f"restart {self._restarts} of job {self.job} ({self.log})", restarted, timeout_s)
+        until(f"restart {before + 1} of job {self.job} ({self.log})", restarted, timeout_s)
+
+    def reach_the_time_limit(self) -> None:
+        """Give this life one or two minutes more, and the next one its full time again."""
+        before, shown = self.restarts(), self.lab.run("scontrol", "show", "job", self.job).stdout
+        hours, minutes, _ = shown.partition("RunTime=")[2].split()[0].split(":")
+        self.lab.run("scontrol", "update", f"JobId={self.job}", f"TimeLimit={int(hours) * 60 + int(minutes) + 2}")
+        self.until_restart(before, 150)
+        self.lab.run("scontrol", "update", f"JobId={self.job}", "TimeLimit=20")
+
+    def lives(self) -> int:
+        """How often the supervisor has begun."""
+        log = self.dir / "logs" / "slurm.log"
+        return len(re.findall(r"^job \d+: trainer on ", log.read_text(), re.M)) if log.exists() else 0
+
+    def ends_in_a_resume(self, fault: str, act: Callable[[], object], timeout_s: float = 120) -> None:
+        """Let the fault happen and wait until the next life has trained a step that the one before had not.
+
+        Measured from the fault: until Slurm has ended the life, the next one's supervisor begins, its first step is trained,
+        and it is further than before.
+        """
+        step, lives, restarts, began = self.step(), self.lives(), self.restarts(), time.time()
+        act()
+        self.until_restart(restarts, timeout_s)
+        noticed = time.time() - began
+        until(f"life {lives + 1} of {self.dir.root} ({self.log})", lambda: self.lives() > lives, timeout_s)
+        again = time.time() - began
+        self.until_step(step + 1)
+        times = [(e["step"], e["t"] - began) for e in self.entries() if e["kind"] == "step" and e["t"] > began + again]
+        further = next(t for n, t in times if n > step)
+        measured(fault, ended_s=noticed, again_s=again, trains_s=times[0][1], further_s=further)
+
+    def ends_in_a_restart(self, fault: str, replica: str, act: Callable[[], object], timeout_s: float = 120) -> None:
+        """Let the fault happen and wait until the replica, and no other, was lost, started again, and serves."""
+        told, began = len(self.replica_restarts()), time.time()
+        act()
+        until(f"the restart of {replica}", lambda: len(self.replica_restarts()) > told, 60)
+        *_, restart = self.replica_restarts()
+        assert (restart["of"], len(self.replica_restarts())) == (replica, told + 1)
+        until(f"{replica} serving again", lambda: self.serves(replica), timeout_s)
+        measured(fault, noticed_s=restart["t"] - began, serves_s=time.time() - began)
 
     def assert_nothing_left(self, seconds: float = 30) -> None:
         """Nodes are idle and no process of the run is anywhere, within `seconds`."""
 
         def idle() -> bool:
-            running = [pid for node in self.lab.nodes for pid in self.lab.processes(node, str(self.dir.root))]
+            running = [pid for node in self.lab.nodes for pid in self.lab.processes(node, str(self.root))]
             return not running and set(self.lab.states().values()) == {"idle"}
 
         until(f"idle nodes after {self.dir.root}", idle, seconds)

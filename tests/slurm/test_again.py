@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
+import pytest
 
+from prl.launch.slurm import lead
 from prl.launch.slurm.again import FIRST_S, LONGEST_S, WAITS, Failure, again, avoided, remembered
+from prl.rl import FULL
+from prl.transport.run_dir import RunDir
 
 
 def test_later_each_time_and_not_for_ever() -> None:
@@ -46,6 +51,23 @@ def test_a_node_that_is_lost_in_two_lives_is_avoided() -> None:
     gone, missing = Failure(3, "trainer-1 hangs", lost=("train1", "train0")), Failure(3, "", missing=("train1",))
     assert avoided([gone, *[missing] * 20]) == frozenset()
     assert avoided([gone, missing, Failure(5, "", lost=("train1",))]) == {"train1"}
+
+
+def test_preemption_is_none_wherever_it_comes() -> None:
+    ends = [Failure(3, f"preempted at 2026-12-01T04:39:{n}", limit=True) for n in range(20)]
+    assert [again(ends[: n + 1], 2) for n in range(20)] == [0.0] * 20
+
+
+def test_a_full_disk_is_waited_for_until_it_has_room_for_a_checkpoint(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / "step_2").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step_2" / "weights").write_bytes(bytes(1000))
+    free = iter([0, FULL + 999, FULL + 1000, 0])
+    monkeypatch.setattr(lead.shutil, "disk_usage", lambda path: SimpleNamespace(free=next(free)))
+    monkeypatch.setattr(lead.time, "sleep", lambda seconds: None)
+    assert lead.room(RunDir(tmp_path)) and next(free) == 0
+    monkeypatch.setattr(lead.shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
+    monkeypatch.setattr(lead, "ROOM_S", 0.1)
+    assert not lead.room(RunDir(tmp_path)), "not for ever"
 
 
 def test_failures_are_remembered(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -20,8 +21,7 @@ def test_kill_9_of_each_process_that_the_run_cannot_do_without(lab: Lab, tmp_pat
     run = Run(lab, tmp_path, "trainer.steps=16")
     for step, who in ((3, "orchestrator"), (7, "trainer-1"), (11, "lead")):
         run.until_step(step)
-        os.kill(run.pid(who), signal.SIGKILL)
-        run.until_restart()
+        run.ends_in_a_resume(f"kill -9 of {who}", lambda who=who: os.kill(run.pid(who), signal.SIGKILL))  # type: ignore[misc]
     assert run.code() == 0, run.told()
     run.assert_nothing_left()
     run.assert_whole(16)
@@ -31,30 +31,64 @@ def test_kill_9_of_each_process_that_the_run_cannot_do_without(lab: Lab, tmp_pat
     assert "the supervisor was killed (exit code 137)" in run.told()
 
 
-def test_a_replica_is_killed_and_then_loses_its_node(lab: Lab, tmp_path: Path) -> None:
+def test_replicas_and_daemons_come_and_go(lab: Lab, tmp_path: Path) -> None:
     """The run goes on with the other replica: in place the first time, on the other one's node the second.
 
-    The node comes back only after Slurm has noticed its death, which must not end the job.
+    The node comes back only after Slurm has noticed its death, which must not end the job. Without any replica it is run again.
     """
-    run = Run(lab, tmp_path, "trainer.steps=100")
+    run = Run(lab, tmp_path, "trainer.steps=200")
     run.until_step(3)
-    os.kill(run.pid("inference-0"), signal.SIGKILL)
-    until("the restart of inference-0", lambda: len(run.replica_restarts()) == 1, 15)
-    until("inference-0 serving again", lambda: run.serves("inference-0"), 120)
+    run.ends_in_a_restart("kill -9 of inference-0", "inference-0", lambda: os.kill(run.pid("inference-0"), signal.SIGKILL))
     assert run.node("inference-0") == "infer0"
     before = run.step()
-    lab.power_off("infer1")
-    until("the restart of inference-1", lambda: len(run.replica_restarts()) == 2, 45)
-    until("inference-1 serving again", lambda: run.serves("inference-1"), 120)
+    run.ends_in_a_restart("power-off of inference-1's node", "inference-1", lambda: lab.power_off("infer1"))
     assert run.node("inference-1") == "infer0" and before < run.step()
     until("Slurm to notice", lambda: lab.states()["infer1"].startswith("down"), 60)
     lab.boot("infer1")
+
+    lab.stop_slurmd("infer0")
+    lab.stop_slurmd("train1")
+    lab.stop_slurmctld()
+    lab.start_slurmctld()
+    lab.start_slurmd("train1")
+    lab.start_slurmd("infer0")
+    run.until_step(run.step() + 3)
+    assert run.restarts() == 0 and len(run.replica_restarts()) == 2
+
+    run.ends_in_a_resume("scancel of the inference component", lambda: lab.run("scancel", f"{run.job}+1"))
+    until("both replicas", lambda: run.serves("inference-0") and run.serves("inference-1"), 60)
+    told = len(run.replica_restarts())
+    run.ends_in_a_restart("cable of inference-1's node cut", "inference-1", lambda: lab.cut("infer1"))
+    assert run.node("inference-1") == "infer0"
+    lab.heal("infer1")
+
     assert run.code() == 0, run.told()
     run.assert_nothing_left(60)
-    run.assert_whole(100)
-    # The second is lost by its silence, or by its step's end, if Slurm is told of the node first.
-    assert [r["of"] for r in run.replica_restarts()] == ["inference-0", "inference-1"]
-    assert json.loads((run.dir / "result.json").read_text())["restarts"] == 0
+    run.assert_whole(200)
+    assert len(run.replica_restarts()) == told + 1
+    assert json.loads((run.dir / "result.json").read_text())["restarts"] == 1
+
+
+def test_a_full_disk(lab: Lab, tmp_path: Path) -> None:
+    """The job waits for space and is run again."""
+    run = Run(lab, lab.root / "small", "trainer.steps=12", log=tmp_path)
+    run.until_step(4)
+    filler = lab.seen(lab.root / "small") / "filler"
+
+    def fill() -> bool:
+        """Also what the run's end frees."""
+        with filler.open("ab", 0) as f, pytest.raises(OSError, match="No space"):
+            while True:
+                f.write(bytes(1 << 12))
+        return not lab.processes("train1", str(run.root))
+
+    until("the end of the roles", fill, 120)
+    time.sleep(3)
+    assert fill() and run.restarts() == 0 and run.pid("lead")
+    run.ends_in_a_resume("full disk (from its end)", filler.unlink)
+    assert run.code() == 0, run.told()
+    run.assert_nothing_left()
+    run.assert_whole(12)
 
 
 @pytest.mark.parametrize("node", ["train1", "train0"])
@@ -65,9 +99,13 @@ def test_a_trainer_node_loses_power(lab: Lab, tmp_path: Path, node: str) -> None
     """
     run = Run(lab, tmp_path, "trainer.steps=12", "launch.heartbeat_timeout_s=15")
     run.until_step(4)
-    lab.power_off(node)
-    run.until_restart()
-    lab.boot(node)
+
+    def off() -> None:
+        lab.power_off(node)
+        run.until_restart(0)
+        lab.boot(node)
+
+    run.ends_in_a_resume(f"power-off of {'the batch host' if node == 'train0' else 'a trainer node'}", off)
     assert run.code() == 0, run.told()
     run.assert_nothing_left(60)
     run.assert_whole(12)
@@ -77,8 +115,8 @@ def test_the_warning_of_the_time_limit(lab: Lab, tmp_path: Path) -> None:
     """The run saves and comes back by itself, at the step that it had reached."""
     run = Run(lab, tmp_path, "trainer.steps=12")
     run.until_step(4)
-    lab.run("scancel", "--batch", "--signal=USR2", run.job)  # as `--signal=B:USR2@…` has Slurm do
-    run.until_restart()
+    # As `--signal=B:USR2@…` has Slurm do.
+    run.ends_in_a_resume("warning", lambda: lab.run("scancel", "--batch", "--signal=USR2", run.job))
     assert run.code() == 0, run.told()
     run.assert_nothing_left()
     run.assert_whole(12)

@@ -5,6 +5,8 @@ The exit code is the run's; result.json in the run's folder has it too, with the
 
 from __future__ import annotations
 
+import re
+import shutil
 import signal
 import sys
 import time
@@ -25,13 +27,15 @@ from prl.launch.slurm.environment import Allocation, allocation, ask, silent
 from prl.launch.slurm.script import COMPONENTS, Part
 from prl.launch.slurm.steps import SlurmExecutor
 from prl.launch.supervisor import CONFIG, FAILED, SAVED
-from prl.rl import StopRequests, carry_out, say, store
+from prl.rl import FULL, StopRequests, carry_out, say, store
 from prl.trainer import ledger
 from prl.transport.run_dir import RunDir, keep_private
 
 RESULT, FAILURES = "result.json", "failures.json"
 REQUEUED_S = 60.0
 """How long Slurm may take to end the processes of a job that it was told to requeue."""
+ROOM_S = 600.0
+"""How long a job holds its nodes while the disk is full."""
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -72,8 +76,11 @@ def command(
             executor_of=lambda r, c, lock: steps(r, c, job, missing),
             stops=stops,
         )
-        if code == SAVED and signal.SIGUSR2 in stops.heard and slurm.at_limit == "requeue":
-            requeue(run, slurm, job, Failure(last_step(run), "its time was up", limit=True))
+        if code == SAVED and slurm.at_limit == "requeue":
+            if at := preempted(job):
+                requeue(run, slurm, job, Failure(last_step(run), f"preempted at {at}", limit=True))
+            elif signal.SIGUSR2 in stops.heard:
+                requeue(run, slurm, job, Failure(last_step(run), "its time was up", limit=True))
         if code == FAILED:
             lost = tuple(node for node in silent(job.addresses) if node not in missing)
             cause += f"; {' '.join(lost)} does not answer" if lost else ""
@@ -88,8 +95,35 @@ def unmet(job: Allocation, missing: Sequence[str]) -> tuple[str, ...]:
     return trainer or (inference if inference == job.parts["inference"].nodes else ())
 
 
+def preempted(job: Allocation) -> str | None:
+    """When Slurm has announced that it takes a running job's nodes, be it by SIGTERM where it is not set to send SIGUSR2."""
+    try:
+        told = ask("scontrol", "--oneliner", "show", "job", job.job)
+    except OSError:
+        return None
+    at = re.search(r"\bJobState=RUNNING .*?\bPreemptTime=(\d\S+)", told)
+    return at[1] if at else None
+
+
+def room(run: RunDir) -> bool:
+    """Whether the disk can take one more checkpoint like the largest, waited for while the job holds its nodes."""
+    sizes = (sum(f.stat().st_size for f in c.rglob("*") if f.is_file()) for c in (run / "checkpoints").glob("step_*"))
+    needed, deadline, told = FULL + max(sizes, default=0), time.monotonic() + ROOM_S, False
+    while (free := shutil.disk_usage(run.root).free) < needed:
+        if time.monotonic() > deadline:
+            return False
+        if not told:
+            say(f"the disk of {run.root} has {free:,} bytes left: waiting {ROOM_S:g} s for {needed:,}")
+            told = True
+        time.sleep(1.0)
+    return True
+
+
 def requeue(run: RunDir, slurm: Slurm, job: Allocation, failure: Failure) -> None:
     """Have Slurm run the job again, which ends this process; return, having said why, where that is of no use."""
+    if not room(run):
+        say("the job is not run again: the disk is still full")
+        return
     failures = [*remembered(run / FAILURES), failure]
     store(run / FAILURES, msgspec.json.encode(failures).decode())
     match again(failures, slurm.tries):
