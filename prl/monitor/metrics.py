@@ -20,12 +20,16 @@ class Metrics:
     """
 
     def __init__(self, path: Path, role: str):
-        self.role = role
+        self.path, self.role = path, role
         self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
 
     def log(self, kind: str, **values: Any) -> None:
         record = {"t": time.time(), "role": self.role, "kind": kind, **values}
-        os.write(self._fd, orjson.dumps(record, option=orjson.OPT_SERIALIZE_NUMPY, default=str) + b"\n")
+        line = orjson.dumps(record, option=orjson.OPT_SERIALIZE_NUMPY, default=str) + b"\n"
+        try:
+            os.write(self._fd, line)
+        except OSError as e:
+            raise OSError(e.errno, e.strerror, str(self.path)) from None
 
     @contextmanager
     def span(self, name: str, **values: Any) -> Iterator[None]:

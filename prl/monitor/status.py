@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -54,11 +54,16 @@ class Status:
             yield
         except Exception as e:
             if not isinstance(e, but):
-                self.set(failed=time.time())
+                with suppress(OSError):  # what failed is what is to be told, not that this cannot be written either
+                    self.set(failed=time.time())
             raise
 
     def _write(self) -> None:
         self._written = time.time()
         temporary = self.path.with_suffix(f".{threading.get_ident()}.tmp")
-        temporary.write_bytes(orjson.dumps({**self._state, "t": self._written}))
-        temporary.replace(self.path)
+        try:
+            temporary.write_bytes(orjson.dumps({**self._state, "t": self._written}))
+            temporary.replace(self.path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise

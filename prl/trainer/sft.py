@@ -28,7 +28,7 @@ from prl.samples import CE, Batch, Rollout, Sample, concatenate, pack
 from prl.trainer import checkpoint
 from prl.trainer.nonfinite import Guard
 from prl.trainer.step import Stepper
-from prl.trainer.store import DONE, EXPECTED, FAILED, SAVED, Saver, open_state, shape_of, write_model
+from prl.trainer.store import DONE, EXPECTED, FAILED, SAVED, Saver, open_state, shape_of, tell_failure, write_model
 from prl.transport.run_dir import RunDir
 
 log = logging.getLogger(__name__)
@@ -209,8 +209,7 @@ def fine_tune(
             with closing(tuning.saver):
                 return tuning.run(sources, stop, solve_rate)
     except EXPECTED as e:
-        log.error("%s: %s", role, e)
-        metrics.log("event", name="failed", error=str(e))
+        tell_failure(metrics, e)
         return FAILED
 
 
@@ -252,14 +251,15 @@ class FineTuning:
                 raise SetupError(f"sft: of the last {idle} examples none is left to train on ({why}); see sft.max_length")
             self.status.set(phase="training", step=step)
             report = self.stepper(batch)
-            if mesh.main:
-                left_out = sum((s.counts for s in sources), Counter[str]())
-                backend = registry.backends(self.mesh.device.type)
-                self.metrics.log("step", step=step, backend=backend, left_out=left_out, **report.metrics)
-            if report.skipped:
-                dump = self.guard.dump(batch, mesh.rank, report.skipped)
-                self.metrics.log("event", name="nonfinite", step=step, reason=report.skipped, dump=str(dump))
-                self.guard.check(state.skipped)
+            with mesh.agree():
+                if mesh.main:
+                    left_out = sum((s.counts for s in sources), Counter[str]())
+                    backend = registry.backends(self.mesh.device.type)
+                    self.metrics.log("step", step=step, backend=backend, left_out=left_out, **report.metrics)
+                if report.skipped:
+                    dump = self.guard.dump(batch, mesh.rank, report.skipped)
+                    self.metrics.log("event", name="nonfinite", step=step, reason=report.skipped, dump=str(dump))
+            self.guard.check(state.skipped)
             if solve_rate and plan.measure_every and step % plan.measure_every == 0 and self._reached(solve_rate):
                 break
             if plan.validation and (step % plan.validate_every == 0 or step == plan.steps):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -34,12 +35,24 @@ from prl.trainer.nonfinite import NonFiniteError
 from prl.trainer.state import TrainState, failures
 from prl.transport.batches import BatchError
 from prl.transport.run_dir import RunDir
+from prl.transport.versions import VersionError
 from prl.transport.weights import WeightStoreError
 
 log = logging.getLogger(__name__)
 DONE, FAILED, SAVED = 0, 1, 75
-EXPECTED = (DriftError, NonFiniteError, CheckpointError, LedgerError, BatchError, WeightStoreError, RankError, TimeoutError)
+EXPECTED = (
+    *(DriftError, NonFiniteError, CheckpointError, LedgerError, VersionError, BatchError, WeightStoreError, RankError),
+    OSError,  # a full disk, say
+)
 """Failures whose message says all; anything else is a fault of ours and keeps its traceback."""
+
+
+def tell_failure(metrics: Metrics, error: BaseException) -> None:
+    """Why a rank ends: in its log, with the traceback where no file is named, and in the metrics if they can be written."""
+    bare = isinstance(error, OSError) and not isinstance(error, TimeoutError) and error.filename is None
+    log.error("%s", error, exc_info=error if bare else None)
+    with contextlib.suppress(OSError):
+        metrics.log("event", name="failed", error=str(error))
 
 
 def first_weights(run: RunDir, config: RunConfig) -> Path | None:

@@ -21,7 +21,18 @@ from prl.trainer.ledger import Ledger
 from prl.trainer.nonfinite import Guard
 from prl.trainer.state import TrainState
 from prl.trainer.step import Stepper, StepReport
-from prl.trainer.store import DONE, EXPECTED, FAILED, SAVED, Saver, first_weights, open_state, shape_of, write_model
+from prl.trainer.store import (
+    DONE,
+    EXPECTED,
+    FAILED,
+    SAVED,
+    Saver,
+    first_weights,
+    open_state,
+    shape_of,
+    tell_failure,
+    write_model,
+)
 from prl.transport.batches import BatchClient, BatchError, Finish
 from prl.transport.run_dir import RunDir
 from prl.transport.versions import VersionError, VersionLog
@@ -44,8 +55,7 @@ def main(run: RunDir, config: RunConfig, index: int, stop: threading.Event) -> i
         ):
             return trainer.run()
     except EXPECTED as e:
-        log.error("%s", e)
-        metrics.log("event", name="failed", error=str(e))
+        tell_failure(metrics, e)
         return FAILED
 
 
@@ -59,9 +69,10 @@ class Trainer:
     def __init__(self, run: RunDir, config: RunConfig, mesh: Mesh, stop: threading.Event, metrics: Metrics, status: Status):
         self.run_dir, self.config, self.mesh, self.stop = run, config, mesh, stop
         self.metrics, self.status = metrics, status
-        self.versions = VersionLog(run / "versions.jsonl")
-        self.weights = WeightStore(run, config.transport)
-        self.ledger = Ledger(run / "ledger.jsonl") if mesh.main else None
+        with mesh.agree():
+            self.versions = VersionLog(run / "versions.jsonl")
+            self.weights = WeightStore(run, config.transport)
+            self.ledger = Ledger(run / "ledger.jsonl") if mesh.main else None
         status.set(phase="loading")
         self.state = self._open()
         self.stepper = Stepper(self.state, config.trainer, config.trainer.steps, beat=status.beat)
@@ -75,8 +86,9 @@ class Trainer:
         self.client: BatchClient | None = None
 
     def run(self) -> int:
-        if self.mesh.main:
-            self._tell_precision()
+        with self.mesh.agree():
+            if self.mesh.main:
+                self._tell_precision()
         self._publish()
         if self.mesh.any(not self._connect()):
             return self._end(SAVED)
@@ -108,15 +120,16 @@ class Trainer:
         """The state to go on from: the newest complete checkpoint, else the run's first weights. A resume is put on record."""
         run, config = self.run_dir, self.config
         state = open_state(run, config, config.trainer.optim, self.mesh, first_weights(run, config))
-        if state.step and not self._known(state):
-            raise CheckpointError(
-                f"{self.versions.path}: does not say that version {state.version} is of step {state.step}, as the newest "
-                "checkpoint does: cut, damaged or of another run; ids would be used twice"
-            )
-        if self.ledger is not None and self.versions.current() is not None:
-            state.lineage = self.versions.lineage(state.step)
-            self.ledger.resume(step=state.step, lineage=state.lineage)
-            self.metrics.log("event", name="resume", step=state.step, lineage=state.lineage)
+        with self.mesh.agree():
+            if state.step and not self._known(state):
+                raise CheckpointError(
+                    f"{self.versions.path}: does not say that version {state.version} is of step {state.step}, as the newest "
+                    "checkpoint does: cut, damaged or of another run; ids would be used twice"
+                )
+            if self.ledger is not None and self.versions.current() is not None:
+                state.lineage = self.versions.lineage(state.step)
+                self.ledger.resume(step=state.step, lineage=state.lineage)
+                self.metrics.log("event", name="resume", step=state.step, lineage=state.lineage)
         return state
 
     def _tell_precision(self) -> None:
@@ -137,13 +150,17 @@ class Trainer:
     def _publish(self) -> float:
         """A new version of the weights, its id on disk first. Returns the seconds it took."""
         t0, state = time.perf_counter(), self.state
-        version = self.versions.allocate(state.step) if self.mesh.main else 0
+        with self.mesh.agree():
+            version = self.versions.allocate(state.step) if self.mesh.main else 0
         # The sum also makes every rank wait for the slowest one's optimizer step.
         state.version = int(self.mesh.sum(torch.tensor([version], device=self.mesh.device)).item())
-        if self.mesh.main:
-            self.weights.publish(version, state.step, state.transfer(), fp8=state.fp8)
-        else:
-            state.join_gathering(state.transfer())
+        tensors = state.transfer()
+        with self.mesh.agree():
+            try:
+                if self.mesh.main:
+                    self.weights.publish(version, state.step, tensors, fp8=state.fp8)
+            finally:  # what cannot be written is gathered to its end, since the others do
+                state.join_gathering(tensors)
         return time.perf_counter() - t0
 
     def _connect(self) -> bool:
@@ -186,36 +203,35 @@ class Trainer:
         return got
 
     def _record(self, batch: Batch, report: StepReport, trained: int, seconds: dict[str, float]) -> None:
-        """Ledger, then acknowledgement, then metrics. `trained` is the version that the step started from."""
+        """Ledger and metrics, then acknowledgement. `trained` is the version that the step started from."""
         state = self.state
-        if report.skipped:
-            dump = self.guard.dump(batch, self.mesh.rank, report.skipped)
-            log.warning("step %d skipped: %s; its batch is in %s", batch.step, report.skipped, dump)
-            self.metrics.log("event", name="nonfinite", step=batch.step, reason=report.skipped, dump=str(dump))
-        if self.ledger is not None:
-            self.ledger.step(
-                step=batch.step,
-                version=state.version,
-                lineage=state.lineage,
-                rollouts=batch.rollout_ids,
-                checksum=batch.checksum,
-                loss=report.loss,
-                skipped=bool(report.skipped),
-            )
-        self.mesh.barrier()
+        with self.mesh.agree():
+            if report.skipped:
+                dump = self.guard.dump(batch, self.mesh.rank, report.skipped)
+                log.warning("step %d skipped: %s; its batch is in %s", batch.step, report.skipped, dump)
+                self.metrics.log("event", name="nonfinite", step=batch.step, reason=report.skipped, dump=str(dump))
+            if self.ledger is not None:
+                self.ledger.step(
+                    step=batch.step,
+                    version=state.version,
+                    lineage=state.lineage,
+                    rollouts=batch.rollout_ids,
+                    checksum=batch.checksum,
+                    loss=report.loss,
+                    skipped=bool(report.skipped),
+                )
+                record = {**report.metrics, "time": {**report.metrics["time"], **seconds}}
+                record["drift"] = self.drift(batch, record)
+                self.metrics.log(
+                    "step",
+                    step=batch.step,
+                    version=state.version,
+                    trained_version=trained,
+                    backend=registry.backends(self.mesh.device.type),
+                    **record,
+                )
         assert self.client is not None
         self.client.trained(batch.step, state.version, {"loss": report.loss, "grad_norm": report.grad_norm})
-        if self.mesh.main:
-            record = {**report.metrics, "time": {**report.metrics["time"], **seconds}}
-            record["drift"] = self.drift(batch, record)
-            self.metrics.log(
-                "step",
-                step=batch.step,
-                version=state.version,
-                trained_version=trained,
-                backend=registry.backends(self.mesh.device.type),
-                **record,
-            )
 
     def _due(self) -> bool:
         step = self.state.step

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,13 +17,22 @@ import torch
 
 from prl.config.mesh import resolve
 from prl.config.schema import RunConfig
-from prl.distributed.mesh import lay_out
+from prl.distributed.mesh import RankError, lay_out
+from prl.monitor.metrics import Metrics
+from prl.samples import pack
 from prl.trainer import checkpoint, store
+from prl.trainer.ledger import Ledger
+from prl.trainer.nonfinite import Guard
 from prl.trainer.state import TrainState
+from prl.trainer.step import StepReport
 from prl.trainer.store import open_state
+from prl.trainer.train import Trainer
+from prl.transport import weights
 from prl.transport.run_dir import RunDir
+from prl.transport.versions import VersionLog
+from prl.transport.weights import WeightStore, WeightStoreError
 from tests.distributed.ranks import Ranks
-from tests.trainer.helpers import ARCHITECTURE, EXPERTS, config, run_dir, saver_of
+from tests.trainer.helpers import ARCHITECTURE, EXPERTS, config, rollouts, run_dir, saver_of
 
 
 def changed(**model: Any) -> RunConfig:
@@ -169,3 +179,62 @@ def test_a_fault_of_one_rank_ends_both(i: int, answers: list[list[tuple[str, flo
 
 def test_after_every_failure_the_next_checkpoint_is_whole(answers: list[list[tuple[str, float]]]) -> None:
     assert [told[-1][0] for told in answers] == ["nothing"] * 2
+
+
+WRITES: list[tuple[int, Any, str, bool]] = [
+    (0, VersionLog, "allocate", False),
+    (0, weights, "save_file", False),
+    (0, Ledger, "step", True),
+    (0, Metrics, "log", True),
+    (1, Guard, "dump", True),
+]
+"""(rank, object, function, whether it is recording and not publishing that fails) while a run trains."""
+
+
+def trains(rank: int, root: str) -> list[tuple[str, float]]:
+    mesh = lay_out(resolve(C.trainer, EXPERTS), rank, torch.device("cpu"))
+    run = RunDir(root)
+    metrics = run.metrics(f"trainer-{rank}")
+    status = run.status(f"trainer-{rank}", metrics)
+    out: list[tuple[str, float]] = []
+    with Trainer(run, C, mesh, threading.Event(), metrics, status) as trainer:
+        trainer.client = mock.Mock()
+        batch = pack(rollouts(1), step=1, budget=64, ranks=2)[rank]
+        report = StepReport(0.0, 0.0, "the loss is nan", {"time": {}})
+        for here, where, name, recording in WRITES:
+            trainer.client.reset_mock()
+            failing = mock.patch.object(where, name, fail) if rank == here else contextlib.nullcontext()
+            with told(out), failing:
+                trainer._record(batch, report, 0, {}) if recording else trainer._publish()
+            assert not trainer.client.trained.called, "not acknowledged"
+        with told(out):
+            trainer._publish()
+            trainer._record(batch, report, 0, {})
+        assert trainer.client.trained.called
+    return out
+
+
+def test_what_one_rank_cannot_write_while_it_trains_ends_both(ranks: Ranks, tmp_path: Path) -> None:
+    run = run_dir(tmp_path)
+    answers = ranks.run(2, trains, str(run.root), timeout_s=60)
+    for i, (here, *_) in enumerate(WRITES):
+        for rank, each in enumerate(answers):
+            text, seconds = each[i]
+            assert "No space left on device" in text and seconds < 30, (rank, text)
+            assert rank == here or text.startswith(f"RankError: rank {here}: "), (rank, text)
+    assert [each[-1][0] for each in answers] == ["nothing"] * 2, "the group is sound after each"
+    assert WeightStore(run, C.transport).versions() == [1], "0 could not be written"
+
+
+def test_what_failed_is_told_where_nothing_can_be_written_either(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = run_dir(tmp_path)
+    metrics = run.metrics("trainer")
+    status = run.status("trainer", metrics)
+    monkeypatch.setattr(Path, "replace", fail)
+    monkeypatch.setattr(os, "write", fail)
+    with pytest.raises(WeightStoreError, match="v7"), status.failing(but=RankError):
+        raise WeightStoreError("v7")
+    assert not list((run / "status").glob("*.tmp"))
+    store.tell_failure(metrics, WeightStoreError("v7"))
+    with pytest.raises(OSError, match=r"No space left on device: '.*metrics\.jsonl'"):
+        metrics.log("event")

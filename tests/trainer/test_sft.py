@@ -140,8 +140,7 @@ class Gone(Held):
 def test_a_failure_is_on_record_with_its_time(tmp_path: Path) -> None:
     """Before anything is cleaned up: the other ranks fail for it, and it is told from theirs by its time."""
     c, run, before = sft_config(), run_dir(tmp_path), time.time()
-    with pytest.raises(OSError, match="gone"):
-        fine_tune(run, c, plan(c), 0, [Gone(examples(c))], threading.Event())
+    assert fine_tune(run, c, plan(c), 0, [Gone(examples(c))], threading.Event()) == 1
     assert before < (run.read_status("sft") or {})["failed"] < time.time()
 
 
