@@ -209,6 +209,7 @@ def carry_out(
     resumed: bool,
     reopen: bool = False,
     overrides: Sequence[str] = (),
+    without: Collection[str] = (),
     executor_of: Callable[[RunDir, RunConfig, RunLock], Executor] = here,
     stops: StopRequests | None = None,
 ) -> tuple[int, str]:
@@ -221,12 +222,12 @@ def carry_out(
                 say(words)
             metrics.log("event", name="resume" if resumed else "start", overrides=overrides)
 
-        state = execute(run, config, reopen=reopen, began=began, executor_of=executor_of, stops=stops)
+        state = execute(run, config, reopen=reopen, without=without, began=began, executor_of=executor_of, stops=stops)
         metrics.log("event", name="end", code=state.code, cause=state.cause)
         if state.code == DONE:
-            report(run)
+            print(run / "sft" / "model") if "rl" in without else report(run)
         else:
-            tell(run, state)
+            tell(run, state, "prl.rl" if executor_of is here else "prl.launch")
     except (RunBusy, CheckpointError, OSError) as e:
         say(f"failed: {run.root}: {e}")
         return FAILED, str(e)

@@ -28,6 +28,9 @@ Examples:
   python -m prl.sft --resume outputs/longer
 """
 
+WITHOUT = ("rl", "control", "evaluate")
+"""The stages that are no warm start."""
+
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
@@ -54,7 +57,7 @@ def command(
         say(str(e))
         raise typer.Exit(CONFIG) from None
     try:
-        state = execute(run, resolved, without=("rl", "control", "evaluate"))
+        state = execute(run, resolved, without=WITHOUT)
     except (RunBusy, OSError) as e:
         say(f"failed: {e}")
         raise typer.Exit(FAILED) from None

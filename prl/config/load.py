@@ -396,7 +396,7 @@ def _missing_files(config: RunConfig) -> Iterator[tuple[str, str]]:
                 yield f"sft.{name}.{i}.path", f"{source.path}: no such file"
 
 
-PLANNED = ("inference.engine", "tokenizer.path", "sft.data", "sft.validation")
+PLANNED = ("inference.engine", "inference.replicas", "tokenizer.path", "sft.data", "sft.validation")
 """What a plan can do without, at or below these paths."""
 
 
@@ -427,7 +427,7 @@ def load(
             config = _checked(tree)
     except RecursionError:
         tree.problems.append(Problem(name, "nested too deeply"))
-    if planning:
+    if planning and config is not None:
         tree.problems = [p for p in tree.problems if not any(f"{p.path}.".startswith(f"{known}.") for known in PLANNED)]
     if config is None or tree.problems:
         raise ConfigError(name, tree.problems)

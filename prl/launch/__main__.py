@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,12 +15,14 @@ import typer
 from prl.cli import exit_code
 from prl.config.load import ConfigError, Problem, dump, load
 from prl.config.schema import RunConfig
-from prl.launch.local import RunBusy, RunLock
-from prl.launch.slurm.lead import RESULT
-from prl.launch.slurm.script import Submission, batch, submission
-from prl.launch.slurm.submit import follow, submit
-from prl.launch.supervisor import CONFIG, FAILED
-from prl.rl import open_run, say, store
+from prl.launch.local import RunBusy, RunLock, role_environment
+from prl.launch.slurm.environment import scrubbed
+from prl.launch.slurm.executor import HetSlurmExecutor
+from prl.launch.slurm.lead import RESULT, Lead
+from prl.launch.slurm.script import Submission, run_job, submission
+from prl.launch.slurm.state import follow
+from prl.launch.supervisor import CONFIG, DONE, FAILED
+from prl.rl import interpreter, open_run, say, store
 from prl.transport.run_dir import RunDir, keep_private
 
 JOB = "job.json"
@@ -38,12 +41,72 @@ Examples:
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
-def job_of(run: RunDir, config: RunConfig, *, reopen: bool = False) -> Submission:
-    """The job that carries out a run."""
+def job_of(run: RunDir, config: RunConfig, *, reopen: bool = False, sft: bool = False) -> Submission:
+    """The job that carries out a run. ConfigError where one of its paths is none for Slurm."""
     assert config.launch.slurm is not None
     root = run.root.resolve()
-    words = [sys.executable, "-m", "prl.launch.slurm.lead", str(root), *(["--reopen"] if reopen else [])]
-    return Submission(f"prl-{config.run.name}", root, Path.cwd(), config.launch.slurm, batch(words))
+    lead = Lead(root, reopen=reopen, sft=sft)
+    job = run_job(config.run.name, root, config.launch.slurm, Path.cwd(), lead, inference=not sft)
+    try:
+        submission(job)
+    except ValueError as e:
+        raise ConfigError(str(root), [Problem("run.dir", str(e))]) from None
+    return job
+
+
+def submit(job: Submission, config: RunConfig) -> str:
+    """The id of the run's job. OSError with what helps where Slurm does not take it."""
+    inherited = role_environment(scrubbed(os.environ), config.launch.pass_env, 1)
+    return HetSlurmExecutor(job.folder, environment=inherited).submit_job(job).job_id
+
+
+def dry(config: str | None, given: Sequence[str], resume: Path | None, site: Path | None, *, sft: bool) -> int:
+    """Print what would be submitted, its plan, and last what stands in the way of it; the exit code."""
+    refused = ""
+    try:
+        run, resolved = open_run(config, given, resume, site)
+        read_slurm(resolved, str(config or resume), sft=sft)
+    except ConfigError as e:
+        if config is None:
+            raise
+        refused = str(e)
+        resolved = load(config, given, site=site, planning=True)
+        read_slurm(resolved, config, sft=sft)
+        run = RunDir(resolved.run.dir / resolved.run.name)
+    print(submission(job_of(run, resolved, sft=sft)), end="", flush=True)
+    for line in () if sft else planned(resolved):
+        say(line)
+    if refused:
+        say(f"would not be submitted: {refused}")
+    return CONFIG if refused else DONE
+
+
+def read_slurm(config: RunConfig, name: str, *, sft: bool) -> None:
+    """ConfigError where the configuration says nothing of a job, or of a warm start that is wished for."""
+    if config.launch.slurm is None:
+        problem = Problem("launch.slurm", "not set: name a site file with --site, or run on this machine with prl.rl")
+        raise ConfigError(name, [problem])
+    if sft and config.sft is None:
+        raise ConfigError(name, [Problem("sft", "not set: steps, batch_size, … of the fine-tuning")])
+
+
+def planned(config: RunConfig) -> list[str]:
+    """What `prl.plan` says of the run on the nodes that its job asks for."""
+    from prl.config.named import SetupError
+    from prl.models.spec import read_spec
+    from prl.plan.hardware import find
+    from prl.plan.plan import PlanError, make
+    from prl.plan.show import lines
+
+    slurm = config.launch.slurm
+    assert slurm is not None
+    try:
+        machine = find("H200" if slurm.trainer.gpus_per_node else "cpu")
+        spec = read_spec(config.model.architecture or config.model.path or {})
+        plan = make(spec, config, machine, nodes=slurm.trainer.nodes + slurm.inference.nodes, search=False)
+    except (SetupError, PlanError, FileNotFoundError) as e:
+        return [f"no plan: {e}"]
+    return [*lines(plan), *(f"cannot run: {problem}" for problem in plan.problems)]
 
 
 @app.command(help=HELP)
@@ -54,32 +117,33 @@ def command(
     site: Annotated[
         Path | None, typer.Option(metavar="YAML", envvar="PRL_SITE", help="What is true of the cluster (configs/site).")
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be submitted and end.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what would be submitted, and to stderr the run's plan, and end.")
+    ] = False,
+    sft: Annotated[bool, typer.Option("--sft", help="The warm start alone (section sft), on trainer nodes alone.")] = False,
     resume: Annotated[Path | None, typer.Option(metavar="RUN", help="Continue this run from its last checkpoint.")] = None,
 ) -> None:
     given = list(arguments or [])
     config = given.pop(0) if given and resume is None else None
     try:
-        run, resolved = open_run(config, given, resume, site)
-        if resolved.launch.slurm is None:
-            problem = Problem("launch.slurm", "not set: name a site file with --site, or run on this machine with prl.rl")
-            raise ConfigError(str(config or resume), [problem])
-        changed = resume is not None and bool(given) and resolved != load(run.config_path)
-        job = job_of(run, resolved, reopen=changed)
         if dry_run:
-            print(submission(job), end="")
-            return
+            raise typer.Exit(dry(config, given, resume, site, sft=sft))
+        run, resolved = open_run(config, given, resume, site)
+        read_slurm(resolved, str(config or resume), sft=sft)
+        changed = resume is not None and bool(given) and resolved != load(run.config_path)
+        job = job_of(run, resolved, reopen=changed, sft=sft)
         keep_private()  # sbatch passes it on to the job
         run.create()
     except (ConfigError, OSError) as e:
         say(str(e))
         raise typer.Exit(CONFIG) from None
+    number = ""
     try:
         lock = RunLock(run, wait_s=0)  # nobody carries it out as its configuration is written
         try:
             store(run.config_path, dump(resolved))
             (run / RESULT).unlink(missing_ok=True)
-            number = submit(job, os.environ, keep_env=tuple(resolved.launch.pass_env))
+            number = submit(job, resolved)
             store(run / JOB, orjson.dumps({"job": number}).decode())
         finally:
             lock.release()
@@ -91,10 +155,12 @@ def command(
         raise typer.Exit(int(orjson.loads((run / RESULT).read_bytes())["code"]))
     except (RunBusy, OSError) as e:
         say(f"failed: {run.root}: {e}")
+        if not number:
+            say(f"submit it again with: {interpreter()} -m prl.launch --resume {shlex.quote(str(run.root))} [KEY=VALUE …]")
         raise typer.Exit(FAILED) from None
     except KeyboardInterrupt:
-        say(f"job {number} goes on")
-        raise typer.Exit(0) from None
+        say(f"job {number} goes on" if number else "interrupted before the job's id was known: see squeue --me")
+        raise typer.Exit(0 if number else FAILED) from None
 
 
 def main(args: Sequence[str] | None = None) -> int:

@@ -49,11 +49,12 @@ class Run:
         log: Path | None = None,
         user: Sequence[str] = (),
         env: Mapping[str, str] = {},
+        export: str = "ALL",
     ):
         self.lab, self.root, self.log = lab, folder / name, (log or folder) / f"{name}.follower.log"
         self.dir = RunDir(lab.seen(self.root) if log else self.root)
         env = clean() | {"PYTHONPATH": str(ROOT), "PRL_SITE": SITE, "PRL_PYTHON": sys.executable, **env}
-        options = ("--parsable", "--partition=all", "--nodelist=infer0", f"--output={self.log}")
+        options = ("--parsable", f"--export={export}", "--partition=all", "--nodelist=infer0", f"--output={self.log}")
         given = (f"run.dir={folder}", f"run.name={name}", *overrides)
         self.follower = lab.run(*user, "sbatch", *options, "slurm/rl_tiny.sh", *given, cwd=ROOT, env=env).stdout.strip()
 
@@ -99,7 +100,7 @@ class Run:
         role, _, index = who.partition("-")
         words = f"prl.launch.role\0{role}\0--run\0{self.root}\0--index\0{index or 0}\0"
         if who == "lead":
-            words = f"prl.launch.slurm.lead\0{self.root}\0"
+            words = f"prl.launch.slurm.component\0{self.root}/slurm/trainer\0"
         (pid,) = (pid for node in self.lab.nodes for pid in self.lab.processes(node, words))
         return pid
 

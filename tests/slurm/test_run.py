@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.slurm.lab import Lab
-from tests.slurm.runs import Run
+from tests.slurm.lab import Lab, clean
+from tests.slurm.runs import ROOT, SITE, Run
+
+HOSTILE = "ALL,SBATCH_PARTITION=nonsense,SBATCH_EXCLUSIVE=1,SLURM_CPUS_PER_TASK=7,SLURM_MEM_PER_CPU=9,PMIX_RANK=3"
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
 
 
 def test_ten_steps_over_two_nodes_and_two_replicas(lab: Lab, tmp_path: Path) -> None:
-    run = Run(lab, tmp_path, name="my run")
+    """A second run at the same time, on the same nodes, is one homogeneous job; both are submitted from inside a job, the first
+    with variables that would be options.
+    """
+    run = Run(lab, tmp_path, name="my run", export=HOSTILE)
+    everywhere = "launch.slurm.trainer.partition=all"
+    other = Run(lab, tmp_path / "100% it's", "launch.slurm.heterogeneous=false", everywhere, name="homogeneous")
     assert run.code() == 0, run.told()
+    assert other.code() == 0, other.told()
+    other.assert_whole(10)
+    assert f"job {other.job}: trainer on infer0 infer1, inference on train0 train1" in other.told()
+    assert "HetJobId" not in lab.run("scontrol", "show", "job", other.job).stdout
     run.assert_nothing_left()
     run.assert_whole(10)
     result = json.loads((run.dir / "result.json").read_text())
@@ -32,3 +44,14 @@ def test_ten_steps_over_two_nodes_and_two_replicas(lab: Lab, tmp_path: Path) -> 
         "inference-0": lab.address("infer0"),
         "inference-1": lab.address("infer1"),
     }, "roles listen on the job's interface"
+
+
+def test_a_warm_start_alone_has_trainer_nodes_alone(lab: Lab, tmp_path: Path) -> None:
+    given = (f"run.dir={tmp_path}", "run.name=warm", "sft.steps=3", "sft.batch_size=8")
+    words = ("-m", "prl.launch", "configs/slurm_tiny.yaml", "--site", SITE, "--sft", *given)
+    env = clean() | {"PYTHONPATH": str(ROOT)}
+    done = lab.run(sys.executable, *words, cwd=ROOT, env=env, check=False, timeout_s=240)
+    assert done.returncode == 0, done.stderr
+    model = tmp_path / "warm" / "sft" / "model"
+    assert (model / "config.json").is_file() and f"{model}\n" in done.stdout
+    assert ": trainer on train0 train1\n" in done.stdout

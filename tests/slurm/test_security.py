@@ -147,7 +147,7 @@ def test_another_user_gets_at_nothing_of_a_run(lab: Lab) -> None:
         assert secret not in p.environment and secret not in " ".join(p.words), p.words
         if f"SLURM_JOB_ID={run.job}\0" in p.environment:
             assert "_planted" not in p.environment, p.words
-        if p.role or "prl.launch.slurm.lead" in p.words:
+        if p.role or "prl.launch.slurm.component" in p.words:
             assert p.core == "0" and p.status["Umask"].strip() == "0077", p.words
     marks = {e for p in everybody if p.role for e in p.environment.split("\0") if e.startswith("PRL_RUN=")}
     (mark,) = (entry.removeprefix("PRL_RUN=") for entry in marks)

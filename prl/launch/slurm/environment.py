@@ -84,16 +84,20 @@ class Allocation:
     addresses: Mapping[str, str]
 
 
-def allocation(slurm: Slurm, environment: Mapping[str, str] = os.environ) -> Allocation:
-    """Read it on the batch host. OSError where this is no job, or not the one that `slurm` describes."""
+def allocation(slurm: Slurm, environment: Mapping[str, str] = os.environ, *, inference: bool = True) -> Allocation:
+    """Read it on the batch host; without `inference` all nodes are the trainer's. OSError where this is no job, or not the one
+    that `slurm` describes.
+    """
     job = environment.get("SLURM_JOB_ID")
     if job is None:
         raise OSError("not in a Slurm job: SLURM_JOB_ID is not set; submit the run with python -m prl.launch")
-    if slurm.heterogeneous:
+    if grouped := slurm.heterogeneous and inference:
         lists = [environment.get(f"SLURM_JOB_NODELIST_HET_GROUP_{i}") for i in range(len(COMPONENTS))]
         if None in lists:
             raise OSError(f"job {job} is not heterogeneous, which launch.slurm.heterogeneous says; submit it again")
         nodes = [hostnames(names) for names in lists if names]
+    elif not inference:
+        nodes = [hostnames(environment["SLURM_JOB_NODELIST"]), ()]
     else:
         every, nodes = hostnames(environment["SLURM_JOB_NODELIST"]), []
         for name in COMPONENTS:
@@ -101,7 +105,7 @@ def allocation(slurm: Slurm, environment: Mapping[str, str] = os.environ) -> All
             nodes.append(every[:count])
             every = every[count:]
     parts = {
-        name: Part(i if slurm.heterogeneous else None, part, getattr(slurm, name).gpus_per_node)
+        name: Part(i if grouped else None, part, getattr(slurm, name).gpus_per_node)
         for i, (name, part) in enumerate(zip(COMPONENTS, nodes, strict=True))
     }
     everywhere = addresses([node for part in parts.values() for node in part.nodes])

@@ -1,4 +1,4 @@
-"""What a job's batch host runs: `python -m prl.launch.slurm.lead RUN` is the run's supervisor, its roles are steps of the job.
+"""What a job's batch host runs: `Lead` is the run's supervisor, its roles are steps of the job.
 
 The exit code is the run's; result.json in the run's folder has it too, with the cause, for those who follow the job.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 import shutil
 import signal
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,12 +23,14 @@ from prl.config.schema import RunConfig, Slurm
 from prl.launch.local import Executor
 from prl.launch.slurm.again import Failure, again, avoided, remembered
 from prl.launch.slurm.environment import Allocation, allocation, ask, silent
+from prl.launch.slurm.executor import Ended
 from prl.launch.slurm.script import COMPONENTS, Part
 from prl.launch.slurm.steps import SlurmExecutor
 from prl.launch.supervisor import CONFIG, FAILED, SAVED
 from prl.rl import FULL, StopRequests, carry_out, say, store
+from prl.sft import WITHOUT
 from prl.trainer import ledger
-from prl.transport.run_dir import RunDir, keep_private
+from prl.transport.run_dir import RunDir
 
 RESULT, FAILURES = "result.json", "failures.json"
 REQUEUED_S = 60.0
@@ -44,15 +45,15 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 def command(
     folder: Annotated[Path, typer.Argument(metavar="RUN")],
     reopen: Annotated[bool, typer.Option(help="Go on with RL though it was finished.")] = False,
+    sft: Annotated[bool, typer.Option(help="The warm start alone, on the trainer's nodes alone.")] = False,
 ) -> None:
-    keep_private()
     run = RunDir(folder)
     try:
         config = load_resolved(run.config_path)
         slurm = config.launch.slurm
         if slurm is None:
             raise OSError("launch.slurm is not set in its configuration")
-        job = allocation(slurm)
+        job = allocation(slurm, inference=not sft)
         missing = silent(job.addresses)
     except ConfigError as e:
         say(str(e))
@@ -60,7 +61,7 @@ def command(
     except OSError as e:
         say(f"failed: {run.root}: {e}")
         raise typer.Exit(FAILED) from None
-    say(f"job {job.job}: " + ", ".join(f"{name} on {' '.join(part.nodes)}" for name, part in job.parts.items()))
+    say(f"job {job.job}: " + ", ".join(f"{name} on {' '.join(part.nodes)}" for name, part in job.parts.items() if part.nodes))
     (run / RESULT).unlink(missing_ok=True)
     resumed = job.restarts > 0 or (run / "ledger.jsonl").exists()
     if needed := unmet(job, missing):
@@ -73,6 +74,7 @@ def command(
             config,
             resumed=resumed,
             reopen=reopen,
+            without=WITHOUT if sft else (),
             executor_of=lambda r, c, lock: steps(r, c, job, missing),
             stops=stops,
         )
@@ -190,5 +192,15 @@ def main(args: list[str] | None = None) -> int:
     return exit_code(app, args, "python -m prl.launch.slurm.lead")
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+class Lead:
+    """The function of a run's first component."""
+
+    handles_signals = True
+
+    def __init__(self, run: Path, *, reopen: bool = False, sft: bool = False):
+        self.run, self.options = run, [option for option, given in (("--reopen", reopen), ("--sft", sft)) if given]
+
+    def __call__(self) -> None:
+        """Ended, with the run's exit code, where that is not 0."""
+        if code := main([str(self.run), *self.options]):
+            raise Ended(code, f"the run has ended with exit code {code}: see {self.run / RESULT}")

@@ -1,77 +1,59 @@
-"""Submit a job, ask for its state, and follow it to its end."""
+"""sbatch, with what to do where it does not take a job."""
 
 from __future__ import annotations
 
+import re
+import shutil
 import subprocess
-import time
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 
-from prl.launch.local import role_environment
-from prl.launch.slurm.environment import TIMEOUT_S, ask, scrubbed
-from prl.launch.slurm.script import Submission, submission
+from prl.launch.slurm.environment import TIMEOUT_S
+from prl.launch.slurm.versions import unknown, version
 
-LIVING = frozenset(
-    ["PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "SUSPENDED", "STOPPED"]
-    + ["RUNNING", "COMPLETING", "RESIZING", "SIGNALING", "STAGE_OUT"]
-)
-"""States of jobs that wait, run, or are about to be run again."""
-
-
-def submit(job: Submission, environment: Mapping[str, str], *, keep_env: tuple[str, ...] = ()) -> str:
-    """The id of the job, submitted from wherever this runs, another job included. OSError with sbatch's words."""
-    done = subprocess.run(
-        ["sbatch", "--parsable"],
-        input=submission(job),
-        env=role_environment(scrubbed(environment), keep_env, 1),
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
-    if done.returncode:
-        raise OSError(f"sbatch: exit code {done.returncode}: {done.stderr.strip()}")
-    return done.stdout.strip().partition(";")[0]  # a federation adds the cluster's name
+_MENDS = {
+    r"invalid account": "set launch.slurm.account (sacctmgr show associations user=$USER lists yours)",
+    r"partition": "set launch.slurm.trainer.partition and inference.partition (sinfo lists them)",
+    r"qos": "set launch.slurm.qos (sacctmgr show qos)",
+    r"reservation": "set launch.slurm.reservation (scontrol show reservation)",
+    r"feature": "set launch.slurm.constraint (sinfo --format=%n,%f)",
+    r"time limit": "lower launch.slurm.time_min (sinfo --format=%P,%l shows each partition's limit)",
+    r"generic resource|gres": "set gpus_per_node of launch.slurm.trainer and inference (sinfo --format=%n,%G)",
+    r"node configuration|node count|more processors|memory spec": "ask for nodes, cpus_per_node, memory and gpus_per_node that "
+    "the partition has (sinfo --format=%P,%D,%c,%m,%G)",
+    r"hetjob|heterogeneous|not supported": "set launch.slurm.heterogeneous to false",
+    r"unable to contact|connection refused|socket timed out|zero bytes|slurm_load|resolve": "slurmctld does not answer "
+    "(scontrol ping): try again when it does; see with squeue --me first whether the job is there all the same",
+    r"limit": "the site's limits refuse it: ask for less, or use another qos",
+    r"authentication|munge|credential": "munge does not serve on this machine (munge -n | unmunge): ask the administrator",
+}
+"""What sbatch says, the first that matches, to what helps."""
 
 
-def states(job: str) -> dict[str, tuple[str, str]] | None:
-    """Component (`J+0`, or `J`) to its state and Slurm's reason for it; None while slurmctld does not answer.
+def mend(words: str) -> str:
+    """What helps against an error of sbatch's; empty where that is not known."""
+    return next((help for said, help in _MENDS.items() if re.search(said, words, re.IGNORECASE)), "")
 
-    Empty: the job is no longer known, so it has ended a while ago.
-    """
+
+def sbatch(text: str, environment: Mapping[str, str]) -> str:
+    """The id of the submitted job. OSError with sbatch's words and the mend where it is not taken or nobody says so in time."""
+    path = environment.get("PATH")
+    if shutil.which("sbatch", path=path) is None:
+        raise OSError("there is no sbatch on this machine: submit from a login node of the cluster, or put Slurm's bin in PATH")
+    if missing := unknown(found := version(environment)):
+        raise OSError(
+            f"Slurm {'.'.join(map(str, found))} does not know {', '.join(missing)}: ask the administrator for a newer one"
+        )
     try:
-        told = ask("squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%i|%T|%r")
-    except OSError as e:
-        return {} if "Invalid job id" in str(e) else None
-    found = {}
-    for line in told.splitlines():
-        name, state, reason = line.strip().split("|", 2)
-        found[name] = (state, reason)
-    return found
-
-
-def over(found: Mapping[str, tuple[str, str]]) -> bool:
-    """Whether no component waits or runs."""
-    return not any(state in LIVING for state, _ in found.values())
-
-
-def follow(job: str, log: Path, *, say: Callable[[str], None], write: Callable[[str], None], every_s: float = 1.0) -> None:
-    """Tell how the job stands and what its batch host writes until it has ended."""
-    before, position, pending = "", log.stat().st_size if log.exists() else 0, b""
-    while True:
-        found = states(job)
-        if log.exists():
-            with log.open("rb") as f:
-                f.seek(position)
-                pending += f.read()
-                position = f.tell()
-            whole, newline, pending = pending.rpartition(b"\n")
-            write((whole + newline).decode(errors="replace"))
-        if found is not None:
-            if over(found):
-                return
-            shown = [f"{name} {state.lower()}" + (f" ({why})" if why != "None" else "") for name, (state, why) in found.items()]
-            now = ", ".join(shown)
-            if now != before:
-                say(now)
-                before = now
-        time.sleep(every_s)
+        done = subprocess.run(
+            ["sbatch", "--parsable"], input=text, env=dict(environment), capture_output=True, text=True, timeout=TIMEOUT_S
+        )
+    except subprocess.TimeoutExpired:
+        name = re.search(r"--job-name=(\S+)", text)
+        raise OSError(
+            f"sbatch: no answer within {TIMEOUT_S:g} s; the job may have been submitted all the same: look for it with "
+            f"squeue --me --name={name[1] if name else ''} before you try again"
+        ) from None
+    if done.returncode:
+        words = " ".join(done.stderr.replace("sbatch: error: ", "").split()) or f"exit code {done.returncode}"
+        raise OSError(f"sbatch: {words}" + (f"; {help}" if (help := mend(words)) else ""))
+    return done.stdout.strip().partition(";")[0]  # a federation adds the cluster's name
