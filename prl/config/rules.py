@@ -242,6 +242,8 @@ def _precision(c: RunConfig) -> Found:
 def _sft(c: RunConfig) -> Found:
     if c.sft is None:
         return
+    if c.sft.data and not c.sft.roles:
+        yield "sft.roles", "empty: no message of sft.data would be trained; expected some, such as assistant"
     if c.sft.stop_at is not None and not c.envs:
         yield "sft.stop_at", "is a solve rate on the environments' tasks, and envs is empty"
     if c.sft.max_length is not None and c.sft.max_length > c.trainer.pack_tokens:

@@ -193,6 +193,8 @@ def fine_tune(
     `solve_rate` is called on rank 0 with a whole model. Exit code: 0 done, 75 stopped and resumable, 1 failed.
     """
     if (run / plan.role / "model").exists():
+        if rank == 0:  # a life that was killed after it had written the model
+            shutil.rmtree(run / plan.role / "checkpoints", ignore_errors=True)
         return DONE
     role = plan.role if rank == 0 else f"{plan.role}-{rank}"
     metrics = run.metrics(role)
@@ -248,7 +250,9 @@ class FineTuning:
             idle = 0 if batch.counts.ce_tokens else idle + plan.batch_size
             if idle >= sum(len(s) for s in sources):
                 why = _told(sum((s.counts for s in sources), Counter[str]()))
-                raise SetupError(f"sft: of the last {idle} examples none is left to train on ({why}); see sft.max_length")
+                raise SetupError(
+                    f"sft: of the last {idle} examples none is left to train on ({why}); see sft.max_length and sft.roles"
+                )
             self.status.set(phase="training", step=step)
             report = self.stepper(batch)
             with mesh.agree():

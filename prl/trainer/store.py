@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import shutil
 import threading
 import time
 from collections.abc import Mapping
@@ -209,6 +210,9 @@ def write_model(run: RunDir, config: RunConfig, state: TrainState, folder: Path)
     """The weights as a Hugging Face folder with the run's tokenizer, whole or not at all; a collective."""
     tokenizer = run / "tokenizer"
     with state.mesh.agree():
-        if state.mesh.main and not tokenizer.exists():
-            of_run(config).save(tokenizer)
+        if state.mesh.main:
+            for left in folder.parent.glob(f"{folder.name}.tmp-*"):  # by a life that was killed amid it
+                shutil.rmtree(left)
+            if not tokenizer.exists():
+                of_run(config).save(tokenizer)
     save_hf(folder, state.spec, state.parts(), tokenizer_from=tokenizer, mesh=state.mesh)

@@ -91,6 +91,7 @@ def test_the_sound_ones_break_none() -> None:
             "deepep sends bfloat16, the forward is in float32",
         ),
         ({"envs": [], "sft": {"data": [{"path": "x"}], "stop_at": 0.5}}, "sft.stop_at", "envs is empty"),
+        ({"sft": {"data": [{"path": "x"}], "roles": []}}, "sft.roles", "such as assistant"),
         ({"sft": {"max_length": 9000}}, "sft.max_length", "at most trainer.pack_tokens = 8192"),
         ({"trainer": {"keep_gathered": ["("]}}, "trainer.keep_gathered.0", "regular expression"),
         ({"model": {"frozen": ["a", "("]}}, "model.frozen.1", "regular expression"),

@@ -197,6 +197,19 @@ def test_a_stop_right_after_a_checkpoint_does_not_write_it_again(tmp_path: Path)
     assert [e["step"] for e in events if e["name"] == "checkpoint"] == [2]
 
 
+def test_what_killed_lives_left_goes(tmp_path: Path) -> None:
+    """Half a model, and checkpoints beside a whole one."""
+    c, run = sft_config(), run_dir(tmp_path)
+    half, old = run / "sft" / "model.tmp-dead", run / "sft" / "checkpoints" / "step_2"
+    half.mkdir(parents=True)
+    (half / "x").touch()
+    assert fine_tune(run, c, plan(c, steps=1), 0, [Held(examples(c))], threading.Event()) == 0
+    assert [p.name for p in (run / "sft").iterdir()] == ["model"]
+    old.mkdir(parents=True)
+    assert fine_tune(run, c, plan(c, steps=1), 0, [Held(examples(c))], threading.Event()) == 0
+    assert [p.name for p in (run / "sft").iterdir()] == ["model"]
+
+
 def test_with_everything_frozen_there_is_nothing_to_train() -> None:
     c = sft_config()
     frozen = c.model_copy(update={"model": c.model.model_copy(update={"frozen": [r"model\..*", "lm_head.*"]})})
