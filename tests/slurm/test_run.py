@@ -47,7 +47,7 @@ def test_ten_steps_over_two_nodes_and_two_replicas(lab: Lab, tmp_path: Path) -> 
 
 
 def test_a_warm_start_alone_has_trainer_nodes_alone(lab: Lab, tmp_path: Path) -> None:
-    given = (f"run.dir={tmp_path}", "run.name=warm", "sft.steps=3", "sft.batch_size=8")
+    given = (f"run.dir={tmp_path}", "run.name=warm", "sft.steps=3", "sft.batch_size=8", "sft.examples=64")
     words = ("-m", "prl.launch", "configs/slurm_tiny.yaml", "--site", SITE, "--sft", *given)
     env = clean() | {"PYTHONPATH": str(ROOT)}
     done = lab.run(sys.executable, *words, cwd=ROOT, env=env, check=False, timeout_s=240)
