@@ -163,6 +163,8 @@ def test_homogeneous_and_by_submitits_own_interface(lab: Lab, tmp_path: Path, mo
     job = HetSlurmExecutor(tmp_path / "jobs").submit_het(train, serve, heterogeneous=False)
     split = [[t["host"] for t in job[name].results()] for name in ("train", "serve")]
     assert split[0] + split[1] == sorted(lab.nodes) and all(t["of"] == 2 for t in job["serve"].results())
+    with pytest.raises(OSError, match="its components end together"):
+        job["serve"].cancel()
     executor = AutoExecutor(tmp_path / "own", cluster="hetslurm")
     executor.update_parameters(timeout_min=5, nodes=1, tasks_per_node=2, mem_gb=0.3, hetslurm_partition="infer", name="own")
     alone = executor.submit(functions.rest, 0)

@@ -28,7 +28,7 @@ def test_kill_9_of_each_process_that_the_run_cannot_do_without(lab: Lab, tmp_pat
     assert json.loads((run.dir / "result.json").read_text())["restarts"] == 3
     causes = [failure["cause"] for failure in json.loads((run.dir / "failures.json").read_text())]
     assert [cause.split()[2] for cause in causes] == ["orchestrator", "trainer-1"]
-    assert "the supervisor was killed (exit code 137)" in run.told()
+    assert "component trainer was killed (exit code 137)" in run.told()
 
 
 def test_replicas_and_daemons_come_and_go(lab: Lab, tmp_path: Path) -> None:

@@ -80,8 +80,10 @@ class ComponentJob(SlurmJob[R]):
 
     watcher = Watcher()
 
-    def __init__(self, folder: Path | str, job_id: str, tasks: Sequence[int] = (0,), *, key: str | None = None):
-        self.key = key or job_id
+    def __init__(
+        self, folder: Path | str, job_id: str, tasks: Sequence[int] = (0,), *, key: str | None = None, shared: bool = False
+    ):
+        self.key, self.shared = key or job_id, shared
         super().__init__(folder, job_id, tasks)
         for task in self._sub_jobs:
             task.key = self.key  # type: ignore[attr-defined]
@@ -119,6 +121,8 @@ class ComponentJob(SlurmJob[R]):
 
     def cancel(self, check: bool = True) -> None:
         """End this component; with the first Slurm ends all, and while it waits, none but the first. OSError with its words."""
+        if self.shared:
+            raise OSError(f"job {self.job_id} is homogeneous: its components end together, by the whole job's cancel()")
         try:
             ask("scancel", self.key)
         except OSError:
@@ -140,7 +144,8 @@ class HetJob:
         jobs = {}
         for i, (name, tasks) in enumerate(known["components"].items()):
             key = f"{job_id}+{i}" if known["heterogeneous"] else job_id
-            jobs[name] = ComponentJob[Any](folder / name, job_id, tuple(range(tasks)), key=key)
+            shared = not known["heterogeneous"] and len(known["components"]) > 1
+            jobs[name] = ComponentJob[Any](folder / name, job_id, tuple(range(tasks)), key=key, shared=shared)
         return cls(job_id, jobs)
 
     def __getitem__(self, name: str) -> ComponentJob[Any]:
