@@ -164,12 +164,13 @@ class Run:
         measured(fault, ended_s=noticed, again_s=again, trains_s=times[0][1], further_s=further)
 
     def ends_in_a_restart(self, fault: str, replica: str, act: Callable[[], object], timeout_s: float = 120) -> None:
-        """Let the fault happen and wait until the replica, and no other, was lost, started again, and serves."""
+        """Let the fault happen and wait until the replica, and no other, was lost within 20 s, started again, and serves."""
         told, began = len(self.replica_restarts()), time.time()
         act()
         until(f"the restart of {replica}", lambda: len(self.replica_restarts()) > told, 60)
         *_, restart = self.replica_restarts()
         assert (restart["of"], len(self.replica_restarts())) == (replica, told + 1)
+        assert restart["t"] - began < 20, restart
         until(f"{replica} serving again", lambda: self.serves(replica), timeout_s)
         measured(fault, noticed_s=restart["t"] - began, serves_s=time.time() - began)
 

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 from prl.launch.slurm import task
+from prl.launch.slurm.steps import SILENT_S
 
 
 def start(folder: Path, *names: str, rank: int = 0) -> subprocess.Popen[bytes]:
@@ -31,7 +32,7 @@ def start(folder: Path, *names: str, rank: int = 0) -> subprocess.Popen[bytes]:
     file.write_text(json.dumps(step))
     environment = os.environ | {"SLURM_PROCID": str(rank), "SLURMD_NODENAME": "here", "TMPDIR": str(folder)}
     words = [sys.executable, "-I", "-S", task.__file__, str(file)]
-    return subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=environment)
+    return subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
 
 
 def scratch(folder: Path, name: str) -> Path:
@@ -57,3 +58,15 @@ def test_a_tasks_scratch_is_its_own(tmp_path: Path) -> None:
         process.stdin.close()  # as when the supervisor ends
         assert process.wait(20) == 128 + signal.SIGKILL
     assert not mine.exists() and not theirs.exists()
+
+
+def test_a_task_says_that_it_can_be_heard(tmp_path: Path) -> None:
+    process = start(tmp_path, "trainer")
+    assert process.stdin is not None and process.stdout is not None
+    assert process.stdout.readline() == b"began trainer\n"
+    began = time.monotonic()
+    assert process.stdout.readline() == b"alive trainer\n"
+    assert time.monotonic() - began < 2 * task.ALIVE_S < SILENT_S
+    process.stdin.close()
+    assert process.stdout.read().endswith(b"ended trainer -9\n")
+    process.wait(20)

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +27,8 @@ RENEW_S = 1.0
 """How often the tasks are told that the supervisor lives."""
 KILL_S = 12.0
 """Longer than Slurm takes from SIGTERM to SIGKILL where KillWait is short."""
+SILENT_S = 11.0
+"""A task that is not heard for that long (it says task.ALIVE_S) has lost its node, or its node the network."""
 GENTLE_S = 3.0
 """How long tasks have to end by themselves before their srun is told to end the step."""
 
@@ -40,6 +42,8 @@ class Step:
     nodes: tuple[str, ...]
     roles: set[str]
     stopped: set[str] = field(default_factory=set)
+    heard: dict[str, float] = field(default_factory=dict)
+    """When each role's task that has begun last said anything."""
     unread: bytes = b""
 
     def lines(self) -> list[str]:
@@ -90,6 +94,7 @@ class SlurmExecutor:
         self._folder = run / "steps"
         self._remove()
         self._folder.mkdir(mode=0o700)
+        self._listened = time.monotonic()
         self._alive, self._renewed, self._beats = self._folder / "alive", 0.0, itertools.count()
         self._renew()
 
@@ -174,6 +179,8 @@ class SlurmExecutor:
     def poll(self) -> dict[str, int]:
         self._renew()
         ended: dict[str, int] = {}
+        now = time.monotonic()
+        deaf, self._listened = now > self._listened + SILENT_S / 2, now  # what was said meanwhile may not have come yet
         for step in list(self._steps):
             over = step.process.poll() is not None  # asked before the last lines are read
             for line in step.lines():
@@ -181,6 +188,7 @@ class SlurmExecutor:
                 name, _, code = rest.partition(" ")
                 if name not in step.roles:
                     continue
+                step.heard[name] = now
                 match what:
                     case "stopped":
                         step.stopped.add(name)
@@ -195,6 +203,11 @@ class SlurmExecutor:
                     if ended[name] == GONE:
                         self._lost.update(step.nodes)
                 self._forget(step)
+            elif deaf:
+                step.heard = dict.fromkeys(step.heard, now)
+            elif silent := {name for name in step.roles & step.heard.keys() if now > step.heard[name] + SILENT_S}:
+                ended |= dict.fromkeys(silent, GONE)
+                self._give_up(step, silent)
         return ended
 
     def _recorded(self, step: Step, name: str) -> int:
@@ -213,11 +226,14 @@ class SlurmExecutor:
     def end(self, names: Sequence[str]) -> None:
         for step in self._steps:
             if gone := step.roles & set(names):
-                self._lost.update(step.nodes)
-                step.tell("".join(f"{signal.SIGKILL:d} {name}\n" for name in gone))
-                step.roles -= gone
-                if not step.roles:
-                    step.process.terminate()  # its node may be out of reach: srun ends the step, or waits for nobody
+                self._give_up(step, gone)
+
+    def _give_up(self, step: Step, gone: Set[str]) -> None:
+        self._lost.update(step.nodes)
+        step.tell("".join(f"{signal.SIGKILL:d} {name}\n" for name in gone))
+        step.roles -= gone
+        if not step.roles:
+            step.process.terminate()  # its node may be out of reach: srun ends the step, or waits for nobody
 
     def stopped(self) -> set[str]:
         return {name for step in self._steps for name in step.stopped & step.roles}

@@ -2,8 +2,8 @@
 
 `python -I -S task.py STEP.json`, with the standard library only. Standard input brings `NUMBER NAME` (send that signal to that
 process; srun gives every line to every task); its end, whatever ended the supervisor, kills the process. Standard output takes
-`began|stopped|continued NAME` and `ended NAME CODE`; the code also stands in ended/STEP.NAME beside the step's file, whole
-before it is said, since a node that dies takes its last lines with it.
+`began|stopped|continued NAME`, every few seconds `alive NAME`, and `ended NAME CODE`; the code also stands in ended/STEP.NAME
+beside the step's file, whole before it is said, since a node that dies takes its last lines with it.
 
 A batch host that dies closes nothing, and Slurm keeps its job (`--no-kill`). So a task whose supervisor has not renewed the
 file `alive` for long kills its process, and the first task has the job run again.
@@ -27,6 +27,8 @@ from contextlib import suppress
 from pathlib import Path
 
 _SIOCGIFADDR = 0x8915
+ALIVE_S = 3.0
+"""How often a task says that it can be heard: its node has power and a network."""
 
 
 def interface_of(address: str) -> str:
@@ -79,6 +81,12 @@ def say(*words: object) -> None:
         os.write(1, (" ".join(map(str, words)) + "\n").encode())
 
 
+def be_heard(name: str) -> None:
+    while True:
+        time.sleep(ALIVE_S)
+        say("alive", name)
+
+
 def record(path: Path, code: int) -> None:
     """Durably; on a full disk the line on standard output must do."""
     try:
@@ -113,6 +121,7 @@ def main(path: str) -> int:
             task["command"], stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, start_new_session=True
         )
     say("began", name)
+    threading.Thread(target=be_heard, args=(name,), daemon=True).start()
     lock = threading.Lock()
     threading.Thread(target=listen, args=(role, name, lock), daemon=True).start()
     watched = (role, Path(step["alive"]), step["lost_s"], step["job"], lock)
