@@ -99,10 +99,10 @@ class Job:
     def kill(self, who: str) -> None:
         """kill -9 of a role, of the supervisor, or of everything at once."""
         assert self.process is not None
-        guards = [p for p in guard.strays(self.run.id) if b"guard.py" in Path(f"/proc/{p}/cmdline").read_bytes()]
+        guards = [p for p in guard.strays(self.run.mark) if b"guard.py" in Path(f"/proc/{p}/cmdline").read_bytes()]
         self.swept = who != "everything" and bool(guards)
         if who == "everything":
-            for pid in [self.process.pid, *guard.strays(self.run.id)]:
+            for pid in [self.process.pid, *guard.strays(self.run.mark)]:
                 os.kill(pid, signal.SIGKILL)
         else:
             os.kill(self.process.pid if who == "supervisor" else self.pid(who), signal.SIGKILL)
@@ -112,7 +112,7 @@ class Job:
         assert not self.swept or not self.run.weights_path("shared_memory").exists()
         ports = [json.loads(path.read_text())["port"] for path in (self.run / "rendezvous").iterdir()]
         deadline = time.monotonic() + (0 if self.swept else 5)  # with the guard killed too, nobody waits for the last to die
-        while left := [*guard.strays(self.run.id), *(port for port in ports if listens(port))]:
+        while left := [*guard.strays(self.run.mark), *(port for port in ports if listens(port))]:
             assert time.monotonic() < deadline, left
             time.sleep(0.05)
 

@@ -249,6 +249,11 @@ def _sft(c: RunConfig) -> Found:
     if c.sft.max_length is not None and c.sft.max_length > c.trainer.pack_tokens:
         packed, got = c.trainer.pack_tokens, c.sft.max_length
         yield "sft.max_length", f"expected at most trainer.pack_tokens = {packed}, so that one sample fits, got {got}"
+        return
+    longest, positions = c.sft.max_length or c.trainer.pack_tokens, _number(c, "max_position_embeddings")
+    if (c.sft.data or c.sft.validation) and positions is not None and longest > positions:
+        said = longest if c.sft.max_length is not None else f"none, which is trainer.pack_tokens = {longest}"
+        yield "sft.max_length", f"expected at most the model's max_position_embeddings = {positions:g}, got {said}"
 
 
 @_reads("trainer", "sft")

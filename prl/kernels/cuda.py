@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from prl.kernels import checks
-from prl.kernels.registry import no_gpu
+from prl.kernels.registry import damaged, no_gpu
 
 OBJECT = Path(__file__).parents[1] / "_cuda_sm90a.so"
 CAPABILITY = (9, 0)
@@ -51,10 +51,13 @@ def unavailable() -> str | None:
     capability = torch.cuda.get_device_capability()
     if capability != CAPABILITY:
         return f"the device has compute capability {capability[0]}.{capability[1]}, the kernels are for 9.0 (H100, H200)"
+    mend = "install prl again where nvcc 12.4 or newer is found"
+    if why := damaged(OBJECT):
+        return f"{why}; {mend}"
     try:
         code = _library().prl_cuda_ready()
     except (OSError, AttributeError) as e:  # no library, or that of another version
-        return f"{OBJECT.name} cannot be loaded ({e})"
+        return f"{OBJECT} cannot be loaded ({e}); {mend}"
     return _words(code) if code else None
 
 

@@ -14,9 +14,12 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import os
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -138,10 +141,31 @@ def interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
+def damaged(path: Path) -> str | None:
+    """What is wrong with a shared object whose segments are not all in the file: to load it kills the process (SIGBUS)."""
+    with path.open("rb") as f:
+        head = f.read(64)
+        if len(head) < 64 or head[:5] != b"\x7fELF\x02":
+            return f"{path}: not a 64-bit ELF object"
+        ((offset,), (size, count)) = struct.unpack_from("<Q", head, 32), struct.unpack_from("<HH", head, 54)
+        f.seek(offset)
+        table = f.read(size * count)
+        length = f.seek(0, os.SEEK_END)
+    if len(table) < size * count or size < 56:  # of a program header: p_offset at 8, p_filesz at 32
+        return f"{path}: cut short, its table of segments is beyond its {length} bytes"
+    needed = max(
+        (sum(struct.unpack_from("<Q", table, at + i)[0] for i in (8, 32)) for at in range(0, len(table), size)), default=0
+    )
+    return f"{path}: cut short, {length} bytes of {needed}" if length < needed else None
+
+
 @functools.cache
 def unavailable(backend: str) -> str | None:
     """Why `backend` cannot run in this process; None where it can."""
     if backend == "cpu":
+        found = importlib.util.find_spec("prl._cpu")
+        if found is not None and found.origin is not None and (why := damaged(Path(found.origin))):
+            return f"{why}; install prl again where a C++ compiler is found"
         try:
             importlib.import_module("prl._cpu")
         except ImportError as e:

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 MARK = "PRL_RUN"
-"""The environment variable that marks every process of a run with the run's id."""
+"""The environment variable that marks every process of a run: `RunDir.mark`."""
 
 
 def strays(mark: str, groups: Iterable[int] = ()) -> list[int]:
@@ -36,6 +36,19 @@ def strays(mark: str, groups: Iterable[int] = ()) -> list[int]:
                 found.append(int(name))
         except OSError:
             continue  # gone meanwhile, or somebody else's
+    return found
+
+
+def of_copies(mark: str) -> list[int]:
+    """Processes that another folder with the same id started: a copy of the marked run's, or what it is a copy of."""
+    own, run, found = f"{MARK}={mark}".encode(), f"{MARK}={mark.partition('.')[0]}.".encode(), []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            entries = Path("/proc", name, "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue  # gone meanwhile, or somebody else's
+        if any(e.startswith(run) and e != own for e in entries):
+            found.append(int(name))
     return found
 
 

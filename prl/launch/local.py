@@ -80,7 +80,7 @@ class RunBusy(Exception):
 
 
 class RunLock:
-    """One supervisor a run: flock on `lock` in its folder. The kernel frees it with its last holder, so it is never stale."""
+    """One supervisor a folder: flock on its `lock`. The kernel frees it with its last holder, so it is never stale."""
 
     def __init__(self, run: RunDir, *, wait_s: float = 6.0):
         path = run / "lock"
@@ -141,7 +141,12 @@ class LocalExecutor:
 
     def __init__(self, run: RunDir, lock: RunLock, *, keep_env: Sequence[str] = (), cleanup: Sequence[Path] = ()):
         self.run, self.keep_env = run, keep_env
-        self._mark = run.id
+        self._mark = run.mark
+        if pids := guard.of_copies(self._mark):
+            raise RunBusy(
+                f"{run.root}: a folder that this one is a copy of, or that is a copy of it, runs (process {pids[0]}), and both "
+                "would write the same weights; end that run first"
+            )
         self._roles: dict[str, subprocess.Popen[bytes]] = {}
         self._log_from: dict[str, int] = {}
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)

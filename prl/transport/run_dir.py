@@ -82,6 +82,12 @@ class RunDir:
         """The run's id on the wire: follows from the secret without telling it."""
         return hashlib.blake2b(self.secret.encode(), digest_size=8, person=b"prl-run-id").hexdigest()
 
+    @property
+    def mark(self) -> str:
+        """What the run's processes on this machine carry (prl.launch.guard): its id, and which folder with it they are of."""
+        stat = self.root.stat()
+        return f"{self.id}.{hashlib.blake2b(b'%d %d' % (stat.st_dev, stat.st_ino), digest_size=4).hexdigest()}"
+
     def weights_path(self, where: Literal["filesystem", "shared_memory"]) -> Path:
         """The folder of published weight versions (`transport.weights`)."""
         return Path("/dev/shm") / f"prl-{self.id}" if where == "shared_memory" else self.root / "weights"

@@ -131,7 +131,9 @@ def test_why_the_backend_is_unavailable(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     assert "compute capability 8.0, the kernels are for 9.0" in (cuda.unavailable() or "")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    assert (cuda.unavailable() or "").startswith("_cuda_sm90a.so cannot be loaded")
+    assert cuda.unavailable() == f"{cuda.OBJECT}: not a 64-bit ELF object; install prl again where nvcc 12.4 or newer is found"
+    shutil.copy(torch._C.__file__, cuda.OBJECT)  # another's
+    assert (cuda.unavailable() or "").startswith(f"{cuda.OBJECT} cannot be loaded")
 
 
 def test_nvcc_is_found_or_said_to_be_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,10 @@
 """The choice of backend."""
 
+import importlib
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -76,6 +79,20 @@ def test_it_says_why_there_is_no_gpu(fresh):
 def test_where_the_package_of_tritons_kernels_is_missing_the_mend_is_told(fresh):
     fresh.setitem(sys.modules, "prl_triton", None)
     assert "pip install prl, whose package prl_triton is csrc/triton" in registry.unavailable.__wrapped__("triton")
+
+
+@pytest.mark.parametrize("share", [0, 0.01, 0.5])
+def test_an_extension_that_is_cut_short_is_named_and_not_loaded(share, fresh, tmp_path):
+    """To load it would kill the process."""
+    cut = tmp_path / "_cpu.abi3.so"
+    whole = Path(torch._C.__file__).read_bytes()
+    cut.write_bytes(whole)
+    assert registry.damaged(cut) is None
+    cut.write_bytes(whole[: int(share * len(whole))])
+    fresh.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace(origin=str(cut)))
+    fresh.setattr(importlib, "import_module", lambda name: pytest.fail("it is loaded"))
+    why = registry.unavailable.__wrapped__("cpu")
+    assert why.startswith(f"{cut}: ") and "install prl again" in why, why
 
 
 def test_float64_runs_on_the_reference_only(fresh):

@@ -21,7 +21,7 @@ import pytest
 import prl.rl
 from prl.cli import COMMANDS
 from prl.launch import guard
-from prl.launch.local import RunBusy, RunLock, role_environment
+from prl.launch.local import LocalExecutor, RunBusy, RunLock, role_environment
 from prl.transport.run_dir import RunDir
 
 FAKES = Path(__file__).with_name("fakes.py")
@@ -70,16 +70,16 @@ class Started:
         return self.process.returncode
 
     def guards(self) -> list[int]:
-        return processes(f"{guard.__file__}\0{self.run.id}")
+        return processes(f"{guard.__file__}\0{self.run.mark}")
 
     def sleepers(self) -> list[int]:
         return processes(f".{self.marker}")
 
     def assert_nothing_left(self) -> None:
-        assert guard.strays(self.run.id) == []
+        assert guard.strays(self.run.mark) == []
         assert self.sleepers() == []
         assert not self.run.weights_path("shared_memory").exists()
-        assert not (Path(os.environ.get("TMPDIR", "/tmp")) / f"prl-{self.run.id}").exists()
+        assert not (Path(os.environ.get("TMPDIR", "/tmp")) / f"prl-{self.run.mark}").exists()
         for path in (self.run / "rendezvous").iterdir():
             with pytest.raises(ConnectionRefusedError):
                 socket.create_connection(("127.0.0.1", json.loads(path.read_text())["port"]))
@@ -338,9 +338,9 @@ def test_kill_9_of_supervisor_and_guard_takes_the_roles_with_it(start) -> None: 
     s.process.communicate()
     RunLock(s.run, wait_s=5).release()
     deadline = time.monotonic() + 5
-    while guard.strays(s.run.id) and time.monotonic() < deadline:
+    while guard.strays(s.run.mark) and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert guard.strays(s.run.id) == []
+    assert guard.strays(s.run.mark) == []
     resumed = start("--resume", str(s.run.root), trainer="finish", orchestrator="finish")
     assert resumed.end() == 0, resumed.errors
     resumed.assert_nothing_left()
@@ -393,6 +393,22 @@ def test_two_supervisors_cannot_run_one_run(start) -> None:  # type: ignore[no-u
     assert '"resume"' not in (s.run / "metrics.jsonl").read_text(), "it leaves no trace in the run that it may not touch"
     s.process.send_signal(signal.SIGTERM)
     assert s.end() == 75
+
+
+def test_a_copy_of_a_run_that_runs_is_refused_and_ends_nothing_of_it(start, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    s = start()
+    s.running()
+    copy = tmp_path / "copy"
+    shutil.copytree(s.run.root, copy)
+    second = start("--resume", str(copy))
+    assert second.end() == 1
+    assert f"{copy}: a folder that this one is a copy of" in second.errors and "end that run first" in second.errors
+    assert s.process.poll() is None and len(s.guards()) == 1
+    s.process.send_signal(signal.SIGTERM)
+    assert s.end() == 75
+    s.assert_nothing_left()
+    LocalExecutor(RunDir(copy), lock := RunLock(RunDir(copy), wait_s=0)).close()
+    lock.release()
 
 
 def test_a_lock_is_never_stale(tmp_path: Path) -> None:
