@@ -11,6 +11,8 @@ from typing import Any
 from submitit.core.job_environment import JobEnvironment
 from submitit.core.utils import DelayedSubmission
 
+from prl.launch.slurm.executor import Ended
+
 
 def who() -> dict[str, Any]:
     """Where a task of a component finds itself."""
@@ -57,3 +59,17 @@ class Saves:
     def _note(self, notes: str, what: str) -> None:
         with Path(notes).open("a") as f:
             f.write(f"{os.environ.get('SLURM_RESTART_COUNT', '0')} {what} {time.time()}\n")
+
+
+class Leads:
+    """Is killed in its first life; in its second it waits for SIGUSR2, which it answers itself."""
+
+    handles_signals = True
+
+    def __call__(self, notes: str) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
+        Path(notes).write_text(os.environ.get("SLURM_RESTART_COUNT", "0"))
+        if "SLURM_RESTART_COUNT" not in os.environ:
+            os.kill(os.getpid(), signal.SIGKILL)
+        signal.sigwait({signal.SIGUSR2})
+        raise Ended(75, "saved for later")

@@ -172,3 +172,20 @@ def test_homogeneous_and_by_submitits_own_interface(lab: Lab, tmp_path: Path, mo
     with pytest.raises(OSError, match="invalid partition.*trainer.partition"):
         HetSlurmExecutor(tmp_path / "bad").submit_het(small("train", "nowhere", functions.who))
     assert not list((tmp_path / "bad").rglob("*.pkl"))
+
+
+def test_a_leader_on_the_batch_host(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed, it has the job run again; the job's exit code is its own; the other component has nodes and no task."""
+    login(lab, tmp_path / "bin", monkeypatch)
+    notes = tmp_path / "notes"
+    lead = small("lead", "train", functions.Leads(), str(notes), nodes=2, batch_host=True, lives=1)
+    job = HetSlurmExecutor(tmp_path / "jobs").submit_het(lead, Component("held", partition="infer", memory="300", time_min=5))
+    until("its second life", lambda: notes.exists() and notes.read_text() == "1", 60)
+    ask("scancel", "--batch", "--signal=USR2", job.job_id)
+    with pytest.raises(FailedJobError, match="saved for later"):
+        job["lead"].result()
+    until("the end of both", lambda: all(part.done(force_check=True) for part in job.components.values()), 20)
+    shown = ask("scontrol", "show", "job", f"{job.job_id}+0")
+    assert "ExitCode=75:0" in shown and "Restarts=1" in shown and job["held"].state in ("COMPLETED", "FAILED")
+    told = job["lead"].stdout() or ""
+    assert f"component lead was killed (exit code 137): job {job.job_id} is run again" in told and "saved for later" not in told

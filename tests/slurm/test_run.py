@@ -22,7 +22,8 @@ def test_ten_steps_over_two_nodes_and_two_replicas(lab: Lab, tmp_path: Path) -> 
     """
     run = Run(lab, tmp_path, name="my run", export=HOSTILE)
     everywhere = "launch.slurm.trainer.partition=all"
-    other = Run(lab, tmp_path / "100% it's", "launch.slurm.heterogeneous=false", everywhere, name="homogeneous")
+    odd = tmp_path / "100% it's"
+    other = Run(lab, odd, "launch.slurm.heterogeneous=false", everywhere, name="homogeneous", log=tmp_path)
     assert run.code() == 0, run.told()
     assert other.code() == 0, other.told()
     other.assert_whole(10)
