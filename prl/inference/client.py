@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 import aiohttp
+import numpy as np
 import orjson
 
 from prl.inference.api import EngineError, GenerateRequest, Generation
@@ -32,6 +33,8 @@ CONTROL_S = 30.0
 AWAY_S = 1.0
 """How often a request that waits for its answer looks whether its replica is still there."""
 GENERATE = "/inference/v1/generate"
+VLLM_ID = "generate-tokens-"
+"""What vLLM calls a request of that route is this and the id that it was given; an id that nobody bears is no error."""
 GAUGES = {
     "num_requests_running": "running",
     "num_requests_waiting": "waiting",
@@ -219,6 +222,8 @@ class Client:
         n = before + len(part.tokens)
         if len(part.logprobs) != len(part.tokens):
             raise EngineError(f"{where}: {len(part.logprobs)} logprobs for {len(part.tokens)} tokens")
+        if not np.isfinite(part.logprobs).all():
+            raise EngineError(f"{where}: {np.count_nonzero(~np.isfinite(part.logprobs))} of {n} logprobs are not finite")
         if part.finish_reason:
             if len(part.versions) != n or (part.versions < 0).any():
                 raise EngineError(f"{where}: weight_versions {part.versions.tolist()} do not cover the {n} tokens")
@@ -264,8 +269,8 @@ class Client:
 
     @staticmethod
     def _check_status(status: int, raw: bytes) -> None:
-        if status == 503:
-            raise _Dead(f"503 {raw[:300]!r}")
+        if status >= 500:  # vLLM answers 500 to those who wait for an engine that dies
+            raise _Dead(f"{status} {raw[:300]!r}")
         if status != 200:
             raise EngineError(f"{status} {raw[:300]!r}, expected 200")
 
@@ -353,7 +358,7 @@ class Client:
         where: dict[Replica, list[str]] = {}
         for request_id in request_ids:
             if (at := self._runs_at.get(request_id)) is not None:
-                where.setdefault(at[0], []).append(at[1])
+                where.setdefault(at[0], []).extend((at[1], VLLM_ID + at[1]))
         path = "/inference/v1/abort_requests"
         await asyncio.gather(*(self._control(r, path, body={"request_ids": ids}) for r, ids in where.items()))
 
@@ -375,7 +380,8 @@ class Client:
     ) -> dict[str, Any]:
         raw = orjson.dumps(body) if body is not None else None
         try:
-            return orjson.loads(await self._fetch(self._find(replica), "POST", path, self._clock() + timeout_s, raw))
+            answer = await self._fetch(self._find(replica), "POST", path, self._clock() + timeout_s, raw)
+            return orjson.loads(answer) if answer else {}  # vLLM's abort has nothing to say
         except _Dead as e:
             raise EngineError(str(e)) from e
 

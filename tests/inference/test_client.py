@@ -194,6 +194,10 @@ async def test_a_stream_is_not_repeated_once_it_has_begun() -> None:
             "1 rows of routed_experts, expected 3",
         ),
         (
+            {"choices": [{"token_ids": [1], "logprobs": {"content": [{"logprob": None}]}, "finish_reason": "stop"}]},
+            "1 of 1 logprobs are not finite",
+        ),
+        (
             {"choices": [{"routed_experts": "AAAA", "token_ids": [], "logprobs": None, "finish_reason": "stop"}]},
             "expected .npy bytes",
         ),
@@ -208,6 +212,19 @@ async def test_nonsense_is_named(answer: dict[str, object], message: str) -> Non
             await client.generate(SHORT)
         assert str(e.value).startswith("other (http://127.0.0.1:")
         assert client.retries == 0
+
+
+@pytest.mark.parametrize("status", [500, 502, 503])
+async def test_a_replica_that_fails_is_left_for_another_within_bounds(status: int) -> None:
+    async def reply(_: web.Request) -> web.StreamResponse:
+        return web.json_response({"error": {"message": "EngineDeadError"}}, status=status)
+
+    async with answering(reply) as broken, serving(name="z") as (_, sound):
+        async with client_of(broken, sound) as client:
+            assert (await client.generate(SHORT)).replica == "z" and client.retries == 1
+        async with client_of(broken, attempts=2) as client:
+            with pytest.raises(EngineError, match=f"failed after 2 attempts: other .*{status} .*EngineDeadError"):
+                await client.generate(SHORT)
 
 
 async def test_refusals_are_told_at_once() -> None:

@@ -13,6 +13,7 @@ from prl.inference.vllm.patches import (
     routed_experts_config,
     routed_experts_runner,
     seeded_prefill,
+    token_ids,
 )
 
 pytestmark = pytest.mark.vllm
@@ -20,9 +21,15 @@ ALL = (distribution_name, *patches.everywhere(), *patches.workers())
 
 
 def test_each_names_its_versions_and_its_fault() -> None:
-    assert len(ALL) == 5
+    assert len(ALL) == 6
     for module in ALL:
-        assert module.__doc__ and "vllm/" in module.__doc__ or "._" in module.__doc__ or "Connector" in module.__doc__
+        assert (
+            module.__doc__
+            and "vllm/" in module.__doc__
+            or "._" in module.__doc__
+            or "Connector" in module.__doc__
+            or "Renderer" in module.__doc__
+        )
         assert set(module.VERSIONS) <= set(installed.TESTED)
         assert module.needed(), module.__name__
 
@@ -88,6 +95,21 @@ def test_routed_experts_runner() -> None:
 
 def test_seeded_prefill() -> None:
     assert seeded_prefill.needed()
+
+
+def test_token_ids() -> None:
+    from vllm.exceptions import VLLMValidationError
+    from vllm.renderers.base import BaseRenderer
+
+    renderer = SimpleNamespace(tokenizer=None, model_config=SimpleNamespace(get_vocab_size=lambda: 8))
+    BaseRenderer.validate_token_ids(renderer, [8])  # vLLM looks now, where this raises
+    with mock.patch.object(BaseRenderer, "validate_token_ids", BaseRenderer.validate_token_ids):
+        token_ids.apply()
+        BaseRenderer.validate_token_ids(renderer, [0, 7])
+        BaseRenderer.validate_token_ids(renderer, [])
+        for wrong in (8, -1):
+            with pytest.raises(VLLMValidationError, match=f"Token id {wrong} is out of vocabulary"):
+                BaseRenderer.validate_token_ids(renderer, [0, wrong, 7])
 
 
 def test_distribution_name() -> None:

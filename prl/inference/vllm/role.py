@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import json
 import logging
 import os
@@ -37,6 +38,7 @@ REPORT_S = 2.0
 ALIVE_S = 5.0
 """The role shows life only while its server has answered this lately."""
 STOP_S = 3.0
+_PR_SET_CHILD_SUBREAPER = 36
 COUNTS = {"tokens_prompt": "prompt", "tokens_generated": "generated"}
 
 
@@ -132,6 +134,7 @@ def served(
     command = [sys.executable, "-m", "prl.inference.vllm.cli", "serve"]
     command += arguments(config, spec, model=model, host=host, port=port, settings=settings)
     log.info("starting %s", " ".join(command[1:]))
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # the engine of a server that dies comes to this process
     process = subprocess.Popen(command, env={**os.environ, **environment(config, settings)}, stdin=subprocess.DEVNULL)
     try:
         yield process, f"http://{host}:{port}"
@@ -140,17 +143,15 @@ def served(
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    family: list[psutil.Process] = []
-    with suppress(psutil.NoSuchProcess):
-        family = psutil.Process(process.pid).children(recursive=True)
     process.terminate()
     with suppress(subprocess.TimeoutExpired):
         process.wait(STOP_S)
-    for one in [*family, process]:
-        with suppress(psutil.NoSuchProcess):
-            one.kill()
-    process.wait()
-    psutil.wait_procs(family, STOP_S)
+    deadline = time.monotonic() + STOP_S
+    while (left := psutil.Process().children(recursive=True)) and time.monotonic() < deadline:
+        for one in left:
+            with suppress(psutil.NoSuchProcess):
+                one.kill()
+        psutil.wait_procs(left, STOP_S)
 
 
 async def _watch(
@@ -173,7 +174,14 @@ async def _watch(
                 return 1
             now = time.monotonic()
             if before is None or now - reported >= REPORT_S:
-                stats = await _stats(http)
+                try:
+                    stats = await _stats(http)
+                except aiohttp.ClientConnectorError:
+                    if before is not None:
+                        # Its engine has died; the server itself would wait for requests that nothing answers any more.
+                        log.error("vLLM's server listens no more; its own words are above")
+                        return 1
+                    stats = None
                 if stats is not None and before is None:
                     host, port = url.removeprefix("http://").rsplit(":", 1)
                     run.announce(name, host=host, port=int(port))
@@ -190,13 +198,17 @@ async def _watch(
             if before is None or time.monotonic() - answered < ALIVE_S:
                 status.beat()
             await asyncio.sleep(0.1 if before is not None else 0.3)
-        if (stats := await _stats(http)) is not None:
-            metrics.log("engine", **stats)
+        with suppress(aiohttp.ClientConnectorError):
+            if (stats := await _stats(http)) is not None:
+                metrics.log("engine", **stats)
     return 0
 
 
 async def _stats(http: aiohttp.ClientSession) -> dict[str, Any] | None:
-    """The gauges under the embedded engine's names, and the version; None while there is no answer or no version."""
+    """The gauges under the embedded engine's names, and the version; None while there is no answer or no version.
+
+    ClientConnectorError where nobody listens.
+    """
     try:
         async with http.get("/weight_info") as response:
             version = (await response.json())["weight_version"]
@@ -204,6 +216,8 @@ async def _stats(http: aiohttp.ClientSession) -> dict[str, Any] | None:
             return None
         async with http.get("/metrics") as response:
             text = await response.text()
+    except aiohttp.ClientConnectorError:
+        raise
     except (aiohttp.ClientError, TimeoutError, ValueError, KeyError):
         return None
     out: dict[str, Any] = dict.fromkeys((COUNTS.get(v, v) for v in GAUGES.values()), 0.0) | {"version": int(version)}

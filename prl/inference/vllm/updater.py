@@ -103,7 +103,7 @@ class Updater:
         while True:
             await asyncio.sleep(self._poll_s)
             try:
-                versions = self._versions()
+                versions = await asyncio.to_thread(self._versions)  # a shared filesystem may take its time
                 if versions and versions[-1] > max(self.version, refused):
                     async with self._busy:
                         if not self.held:

@@ -16,9 +16,9 @@ log = logging.getLogger(__name__)
 
 def everywhere() -> tuple[ModuleType, ...]:
     """For every process of a server."""
-    from prl.inference.vllm.patches import routed_experts_config
+    from prl.inference.vllm.patches import routed_experts_config, token_ids
 
-    return (routed_experts_config,)
+    return routed_experts_config, token_ids
 
 
 def workers() -> tuple[ModuleType, ...]:
