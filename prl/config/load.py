@@ -438,6 +438,20 @@ def load(
     return config.model_copy(update=found)
 
 
+def load_site(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
+    """What a site file says, without what only a run needs, such as a model. ConfigError as `load`."""
+    tree = _read(Path(path))
+    if tree.whole:
+        for override in overrides:
+            _override(tree, override)
+    before = list(tree.problems)
+    config = _checked(tree) if tree.whole else None
+    problems = [p for p in tree.problems if p.origin or p in before]  # what stands nowhere is missing for a run alone
+    if config is None or problems:
+        raise ConfigError(_shown(Path(path)), problems)
+    return config
+
+
 def _beside(tree: _Tree, folder: Path) -> None:
     model = tree.data.get("model")
     if not isinstance(model, dict) or not isinstance(path := model.get("path"), str):

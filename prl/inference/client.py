@@ -58,7 +58,10 @@ class Replica:
 
 
 def run_replicas(run: RunDir, count: int, *, period_s: float = 0.5) -> Callable[[], list[Replica]]:
-    """The replicas that have announced themselves in the run; read anew every `period_s`, so a restarted one is found."""
+    """The replicas that have announced themselves in the run; read anew every `period_s`, so a restarted one is found.
+
+    Of the run's own there are `count`; others may come and go. They stand first, for the last one has the long work.
+    """
     found: list[Replica] = []
     read_at = -period_s
 
@@ -66,7 +69,9 @@ def run_replicas(run: RunDir, count: int, *, period_s: float = 0.5) -> Callable[
         nonlocal found, read_at
         if (now := time.monotonic()) - read_at >= period_s or len(found) < count:
             read_at = now
-            addresses = [(f"inference-{i}", run.address(f"inference-{i}")) for i in range(count)]
+            numbers = [int(p.stem.partition("-")[2]) for p in (run / "rendezvous").glob("inference-*.json")]
+            numbers.sort(key=lambda number: (number < count, number))
+            addresses = [(f"inference-{i}", run.address(f"inference-{i}")) for i in numbers]
             found = [Replica(name, a["host"], a["port"]) for name, a in addresses if a is not None]
         return found
 

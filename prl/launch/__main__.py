@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -18,14 +19,16 @@ from prl.config.schema import RunConfig
 from prl.launch.local import RunBusy, RunLock, role_environment
 from prl.launch.slurm.environment import scrubbed
 from prl.launch.slurm.executor import HetSlurmExecutor
-from prl.launch.slurm.lead import RESULT, Lead
+from prl.launch.slurm.lead import Lead
 from prl.launch.slurm.script import Submission, run_job, submission
 from prl.launch.slurm.state import follow
+from prl.launch.slurm.status import JOB, RESULT, STOP, read, show
+from prl.launch.slurm.status import job_of as submitted
+from prl.launch.slurm.stop import stop
 from prl.launch.supervisor import CONFIG, DONE, FAILED
 from prl.rl import interpreter, open_run, say, store
 from prl.transport.run_dir import RunDir, keep_private
 
-JOB = "job.json"
 HELP = """Submit a run to Slurm and follow it; the exit code is the run's.
 
 The job is its own supervisor: this command may end at any moment (Ctrl-C too) without harm to the run. What is true of the
@@ -36,7 +39,12 @@ Examples:
   python -m prl.launch configs/slurm_tiny.yaml --site configs/site/mine.yaml --dry-run
   python -m prl.launch configs/slurm_tiny.yaml run.name=first trainer.steps=20
   python -m prl.launch --resume outputs/first
+  python -m prl.launch --status outputs/first
+  python -m prl.launch doctor --site configs/site/mine.yaml
+  python -m prl.launch add-replicas outputs/first -n 4 --partition scavenge
 """
+COMMANDS = {"doctor": "prl.launch.slurm.doctor", "add-replicas": "prl.launch.slurm.guests"}
+"""Commands of their own, by the first word."""
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -122,7 +130,14 @@ def command(
     ] = False,
     sft: Annotated[bool, typer.Option("--sft", help="The warm start alone (section sft), on trainer nodes alone.")] = False,
     resume: Annotated[Path | None, typer.Option(metavar="RUN", help="Continue this run from its last checkpoint.")] = None,
+    status: Annotated[Path | None, typer.Option(metavar="RUN", help="Print how this run stands, and what has failed.")] = None,
+    attach: Annotated[Path | None, typer.Option(metavar="RUN", help="Follow the job of this run again.")] = None,
+    end: Annotated[
+        Path | None, typer.Option("--stop", metavar="RUN", help="Have this run save and end; a second time, end at once.")
+    ] = None,
 ) -> None:
+    if folder := status or attach or end:
+        raise typer.Exit(steer(folder, show if status else attend if attach else lambda run: stop(run, say=say)))
     given = list(arguments or [])
     config = given.pop(0) if given and resume is None else None
     try:
@@ -142,29 +157,52 @@ def command(
         lock = RunLock(run, wait_s=0)  # nobody carries it out as its configuration is written
         try:
             store(run.config_path, dump(resolved))
-            (run / RESULT).unlink(missing_ok=True)
+            for name in (RESULT, STOP):
+                (run / name).unlink(missing_ok=True)
             number = submit(job, resolved)
             store(run / JOB, orjson.dumps({"job": number}).decode())
         finally:
             lock.release()
         say(f"job {number} carries out {run.root}; end this command when you like: the job goes on (scancel {number} ends it)")
-        follow(number, job.log, say=say, write=lambda text: print(text, end="", flush=True))
-        if not (run / RESULT).exists():
-            say(f"failed: job {number} ended without a result; see {job.log}")
-            raise typer.Exit(FAILED)
-        raise typer.Exit(int(orjson.loads((run / RESULT).read_bytes())["code"]))
     except (RunBusy, OSError) as e:
         say(f"failed: {run.root}: {e}")
         if not number:
             say(f"submit it again with: {interpreter()} -m prl.launch --resume {shlex.quote(str(run.root))} [KEY=VALUE …]")
         raise typer.Exit(FAILED) from None
     except KeyboardInterrupt:
-        say(f"job {number} goes on" if number else "interrupted before the job's id was known: see squeue --me")
-        raise typer.Exit(0 if number else FAILED) from None
+        say("interrupted before the job's id was known: see squeue --me")
+        raise typer.Exit(FAILED) from None
+    raise typer.Exit(steer(run.root, attend))
+
+
+def attend(run: RunDir) -> int:
+    """Follow a run's job to its end; the run's exit code."""
+    number, log = submitted(run), run / "logs" / "slurm.log"
+    try:
+        follow(number, log, say=say, write=lambda text: print(text, end="", flush=True))
+    except KeyboardInterrupt:
+        say(f"job {number} goes on")
+        return DONE
+    if "code" in (result := read(run / RESULT)):
+        return int(result["code"])
+    say(f"failed: job {number} ended without a result; see {log}")
+    return FAILED
+
+
+def steer(folder: Path, act: Callable[[RunDir], int | None]) -> int:
+    """Do something with a run that was submitted; the exit code."""
+    try:
+        return act(RunDir(folder)) or DONE
+    except OSError as e:
+        say(f"failed: {e}")
+        return FAILED
 
 
 def main(args: Sequence[str] | None = None) -> int:
     """Exit code 0 done, 2 configuration, 75 saved and resumable, 1 failed."""
+    words = sys.argv[1:] if args is None else list(args)
+    if words and words[0] in COMMANDS:
+        return int(importlib.import_module(COMMANDS[words[0]]).main(words[1:]))
     return exit_code(app, args, "python -m prl.launch")
 
 

@@ -23,9 +23,11 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
+from prl.launch.guests import Guests
 from prl.launch.local import GONE, Executor, RoleSpec
+from prl.monitor.status import node_name
 from prl.transport.run_dir import RunDir
 
 DONE, CONFIG, SAVED, FAILED = 0, 2, 75, 1
@@ -96,6 +98,21 @@ class State:
                 return self.since + self.limits.save_s
             case _:
                 return self.since + self.limits.stop_s
+
+    def waits_for(self) -> str:
+        """What has to happen for the phase to end, in words; empty while all goes its way."""
+        primaries = self.stages[0].primaries if self.stages else frozenset()
+        match self.phase:
+            case "starting" | "running" if late := sorted(self.alive - self.started):
+                return f"{', '.join(late)} to start (at most {self.limits.start_s:g} s)"
+            case "draining":
+                return f"{', '.join(sorted(self.alive & primaries))} to end (at most {self.limits.wait_s:g} s)"
+            case "saving" if late := sorted(self.alive & primaries):
+                return f"{', '.join(late)} to save and end (at most {self.limits.save_s:g} s)"
+            case "closing" | "saving":
+                return f"{', '.join(sorted(self.alive))} to end (at most {self.limits.stop_s:g} s)"
+            case _:
+                return ""
 
     def silent_until(self, role: str) -> float:
         """When a living role that shows no life until then is taken for lost."""
@@ -331,6 +348,10 @@ BEATS_S = 0.5
 RECORD_S = 2.0
 """How often the time of the running stage is recorded: what a kill -9 of this process can lose."""
 TAIL_LINES = 20
+TELL_S = 2.0
+"""How often supervisor.json is renewed though nothing has changed."""
+LOST_KEPT = 8
+"""Lost roles whose last words are kept there, over all lives of the run."""
 FIRST_CAUSE_S = 0.5
 """After a role failed, how long others are given to fail too, so that the first cause can be told from what followed."""
 
@@ -358,6 +379,11 @@ class Supervisor:
         self._since = clock()  # the stage's time up to here is recorded
         self._next_look = 0.0
         self._seen: dict[str, float] = {}  # role to the time written in its status file
+        self._guests = Guests(run, limits.service_s, say)
+        self._told: tuple[object, ...] = ()
+        self._tell_at = 0.0
+        self._phase_since = time.time()
+        self._lost: list[dict[str, Any]] = (run.read_supervisor() or {}).get("lost", [])
 
     def supervise(self, stages: tuple[Stage, ...]) -> State:
         """Run the stages to the end and return the last state; nothing of the run is running then.
@@ -371,6 +397,7 @@ class Supervisor:
                     self._do(action)
                     if isinstance(action, Start):
                         state, _ = transition(state, Began(self.clock()))
+                self._tell(state)
                 if state.over:
                     break
                 time.sleep(POLL_S)
@@ -382,9 +409,13 @@ class Supervisor:
                     state, more = transition(state, event)
                     actions += more
         finally:
+            self._guests.close()
             self.executor.kill()
         if state.culprit:
             state = replace(state, last_words=tuple(self.executor.log_tail(state.culprit, TAIL_LINES)))
+            self._remember(state.culprit, state.cause, state.last_words)
+            self._tell_at = 0.0
+        self._tell(state)
         if state.stages:
             try:
                 self._record(state.stages[0], done=False)
@@ -403,6 +434,7 @@ class Supervisor:
             case Restart(role, why):
                 self.say(f"{role} {why}: it is started again, the run goes on with the others")
                 self.run.metrics("supervisor").log("event", name="restart", of=role, why=why)
+                self._remember(role, f"{why}: it was started again", self.executor.log_tail(role, TAIL_LINES))
                 self.executor.end([role])
                 self.run.forget_roles([role])
                 self._seen.pop(role, None)
@@ -414,6 +446,31 @@ class Supervisor:
                     self.say(f"{left} could not be ended")
             case StageDone(stage):
                 self._record(stage, done=True)
+
+    def _remember(self, role: str, why: str, lines: Sequence[str]) -> None:
+        self._lost = [*self._lost, {"t": time.time(), "role": role, "why": why, "lines": list(lines)}][-LOST_KEPT:]
+
+    def _tell(self, state: State) -> None:
+        """Say in the run's supervisor.json how it stands: as that changes, and to show life."""
+        now, told = self.clock(), (state.stages[:1], state.phase, state.alive, state.started, state.restarts)
+        if told == self._told and now < self._tell_at:
+            return
+        if told[:2] != self._told[:2]:
+            self._phase_since = time.time()
+        self._told, self._tell_at = told, now + TELL_S
+        with suppress(OSError):  # a full disk: the next time tells it too
+            self.run.record_supervisor(
+                t=time.time(),
+                host=node_name(),
+                stage=state.stages[0].name if state.stages else "",
+                phase=state.phase,
+                since=self._phase_since,
+                waits_for=state.waits_for(),
+                roles=sorted(state.alive),
+                code=state.code,
+                cause=state.cause,
+                lost=self._lost,
+            )
 
     def _record(self, stage: Stage, *, done: bool) -> None:
         """Add the time since the last record to the stage's."""
@@ -451,6 +508,7 @@ class Supervisor:
                 if status is not None and status["t"] != self._seen.get(role):
                     self._seen[role] = status["t"]
                     events.append(Beat(role, status["phase"] != "starting", now))
+            self._guests.look(state.stages[0].roles, now)
         stuck = {}
         if self.clock() > state.deadline():
             stuck = dict.fromkeys(self._failed(state.alive), "failed, and does not end")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -15,12 +16,18 @@ import orjson
 from prl.monitor.metrics import Metrics
 
 
+def node_name() -> str:
+    """This machine's, as Slurm calls it where it runs this process."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
 class Status:
     """`phase`, `step`, `waits_for` of one role; its file's `t` is also the heartbeat. Thread-safe."""
 
     def __init__(self, path: Path, role: str, metrics: Metrics | None = None):
         self.path, self.role, self.metrics = path, role, metrics
-        self._state: dict[str, Any] = {"role": role, "pid": os.getpid(), "phase": "starting", "step": 0, "waits_for": ""}
+        begin = {"role": role, "host": node_name(), "pid": os.getpid(), "phase": "starting", "step": 0, "waits_for": ""}
+        self._state: dict[str, Any] = begin
         self._lock = threading.Lock()
         self._written = 0.0
         self.set()

@@ -37,7 +37,7 @@ def exposed(path: Path, forbidden: int = 0o077) -> str:
 
 class RunDir:
     """Paths below `root` (mode 0700): config.yaml, secret (0600), metrics.jsonl, status/, logs/, rendezvous/, checkpoints/,
-    spool/, versions.jsonl, ledger.jsonl, tasks.jsonl, precision.json, weights/, summary.json, report.html.
+    spool/, supervisor.json, versions.jsonl, ledger.jsonl, tasks.jsonl, precision.json, weights/, summary.json, report.html.
     """
 
     def __init__(self, root: Path | str):
@@ -102,6 +102,18 @@ class RunDir:
         """A role's status (prl.monitor.status); None before its first."""
         path = self.root / "status" / f"{role}.json"
         return orjson.loads(path.read_bytes()) if path.exists() else None
+
+    def record_supervisor(self, **state: Any) -> None:
+        """supervisor.json: how the run stands (prl.launch.supervisor)."""
+        self._write("supervisor.json", state)
+
+    def read_supervisor(self) -> dict[str, Any] | None:
+        """What the supervisor has said last; None before the first time, and of what is damaged."""
+        try:
+            state = orjson.loads((self.root / "supervisor.json").read_bytes())
+        except (OSError, orjson.JSONDecodeError):
+            return None
+        return state if isinstance(state, dict) else None
 
     def stages(self) -> dict[str, dict[str, Any]]:
         """What was run so far: stage to {"wall_s": seconds over all lives of the run, "done"}."""

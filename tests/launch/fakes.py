@@ -21,6 +21,11 @@ from prl.launch.role import die_with_parent
 from prl.transport.run_dir import RunDir
 
 
+def take(listener: socket.socket) -> None:
+    while True:
+        listener.accept()[0].close()
+
+
 def behave(name: str, what: str, run: RunDir) -> int:
     stop = threading.Event()
     if what != "deaf":
@@ -30,8 +35,10 @@ def behave(name: str, what: str, run: RunDir) -> int:
     if what == "silent":
         time.sleep(100)
     status = run.status(name)
-    listener = socket.create_server(("127.0.0.1", 0))
-    run.announce(name, host="127.0.0.1", port=listener.getsockname()[1])
+    host = os.environ.get("PRL_HOST", "127.0.0.1")
+    listener = socket.create_server((host, 0))
+    threading.Thread(target=take, args=(listener,), daemon=True).start()
+    run.announce(name, host=host, port=listener.getsockname()[1])
     if what == "unready":
         while True:
             status.set(phase="starting")

@@ -25,6 +25,7 @@ from prl.launch.slurm.again import Failure, again, avoided, remembered
 from prl.launch.slurm.environment import Allocation, allocation, ask, silent
 from prl.launch.slurm.executor import Ended
 from prl.launch.slurm.script import COMPONENTS, Part
+from prl.launch.slurm.status import FAILURES, RESULT, STOP
 from prl.launch.slurm.steps import SlurmExecutor
 from prl.launch.supervisor import CONFIG, FAILED, SAVED
 from prl.rl import FULL, StopRequests, carry_out, say, store
@@ -32,7 +33,6 @@ from prl.sft import WITHOUT
 from prl.trainer import ledger
 from prl.transport.run_dir import RunDir
 
-RESULT, FAILURES = "result.json", "failures.json"
 REQUEUED_S = 60.0
 """How long Slurm may take to end the processes of a job that it was told to requeue."""
 ROOM_S = 600.0
@@ -64,7 +64,10 @@ def command(
     say(f"job {job.job}: " + ", ".join(f"{name} on {' '.join(part.nodes)}" for name, part in job.parts.items() if part.nodes))
     (run / RESULT).unlink(missing_ok=True)
     resumed = job.restarts > 0 or (run / "ledger.jsonl").exists()
-    if needed := unmet(job, missing):
+    if (run / STOP).exists():
+        code, cause = SAVED, "a stop was asked for before this life of the run began"
+        say(f"{cause}: nothing is run")
+    elif needed := unmet(job, missing):
         code, cause = FAILED, f"{' '.join(needed)} does not answer"
         requeue(run, slurm, job, Failure(last_step(run), cause, missing=needed))
     else:
@@ -123,6 +126,9 @@ def room(run: RunDir) -> bool:
 
 def requeue(run: RunDir, slurm: Slurm, job: Allocation, failure: Failure) -> None:
     """Have Slurm run the job again, which ends this process; return, having said why, where that is of no use."""
+    if (run / STOP).exists():
+        say("the job is not run again: a stop was asked for")
+        return
     if not room(run):
         say("the job is not run again: the disk is still full")
         return

@@ -142,11 +142,11 @@ def submission(job: Submission) -> str:
         "--requeue",
         "--export=ALL",
     ]
-    lines = ["#!/bin/bash"]
+    lines, alone = ["#!/bin/bash"], len(parts) == 1 and parts[0].nodes == 1
     for i, part in enumerate(parts):
         lines += ["#SBATCH hetjob"] if i else []
         lines += [f"# component {i}: {part.name}"]
-        lines += [f"#SBATCH {_quoted(option)}" for option in [*(first if i == 0 else ()), *_options(part)]]
+        lines += [f"#SBATCH {_quoted(option)}" for option in [*(first if i == 0 else ()), *_options(part, alone)]]
     return "\n".join([*lines, "", *job.setup, f"folder={shlex.quote(str(job.folder))}", *_BATCH, *_calls(job), *_END]) + "\n"
 
 
@@ -222,7 +222,7 @@ def _joined(parts: Sequence[Component]) -> Component:
     )
 
 
-def _options(part: Component) -> list[str]:
+def _options(part: Component, alone: bool) -> list[str]:
     given = {
         "partition": part.partition,
         "account": part.account,
@@ -237,7 +237,8 @@ def _options(part: Component) -> list[str]:
         "time": part.time_min,
     }
     # A dead node ends no component: the supervisor decides what its loss means, and the steps' tasks if it was the batch host.
-    flags = [*(["--exclusive"] if part.exclusive else []), "--no-kill"]
+    # Where there is one node alone nobody is left to notice, but Slurm.
+    flags = [*(["--exclusive"] if part.exclusive else []), *([] if alone else ["--no-kill"])]
     return [*(f"--{name}={value}" for name, value in given.items() if value is not None), *flags]
 
 

@@ -71,7 +71,8 @@ class SlurmExecutor:
 
     Nothing outlives the executor: the tasks' standard input ends with it, they kill what they run, and Slurm kills what is left
     of a step, and the steps of a job that has ended. Where its host is gone, or it hangs for `lost_s`, the tasks kill what they
-    run and have the job run again. `cleanup` are folders to delete at the end, `lost` nodes to start nothing on.
+    run and have the job run again. `cleanup` are folders to delete at the end, `lost` nodes to start nothing on; `folder` is
+    the executor's own.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class SlurmExecutor:
         lost: Sequence[str] = (),
         keep_env: Sequence[str] = (),
         cleanup: Sequence[Path] = (),
+        folder: str = "steps",
     ):
         self.run, self.allocation, self.keep_env, self._cleanup = run, allocation, keep_env, cleanup
         self.lost_s = lost_s
@@ -91,7 +93,7 @@ class SlurmExecutor:
         self._lost: Counter[str] = Counter(lost)
         """Nodes to how often a step on them ended without a word of its tasks, or had to be given up."""
         self._numbers = itertools.count()
-        self._folder = run / "steps"
+        self._folder = run / folder
         self._remove()
         self._folder.mkdir(mode=0o700)
         self._listened = time.monotonic()
