@@ -143,6 +143,12 @@ def test_an_end_without_a_result_is_seen_while_the_job_runs(
 
 
 def test_a_folder_that_others_can_write_is_not_unpickled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tmp_path.chmod(0o770)
-    assert component.main(str(tmp_path)) == 1
-    assert "mode 770; expected" in capsys.readouterr().err
+    folder = tmp_path / "trainer"
+    folder.mkdir(mode=0o755)
+    (folder / "1_submitted.pkl").touch()
+    for path in (tmp_path, folder, folder / "1_submitted.pkl"):
+        before = path.stat().st_mode & 0o777
+        path.chmod(0o770)
+        assert component.main(str(folder)) == 1
+        assert f"{path}: owner" in (said := capsys.readouterr().err) and "mode 770; expected" in said
+        path.chmod(before)

@@ -20,7 +20,8 @@ from prl.transport.run_dir import exposed, keep_private
 def main(folder: str) -> int:
     """0 where the function has returned, the code of `Ended`, else 1."""
     keep_private()
-    if why := installed() or exposed(Path(folder), 0o022):
+    read = (Path(folder).parent, Path(folder), *Path(folder).glob("*.pkl"))
+    if why := installed() or next(filter(None, (exposed(path, 0o022) for path in read)), ""):
         print(why, file=sys.stderr)
         return 1
     get_logger().setLevel(logging.WARNING)
