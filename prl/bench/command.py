@@ -176,6 +176,23 @@ def memory(
 
 
 @app.command()
+def plan(
+    hardware: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write this machine there, for `python -m prl.plan --hardware FILE`.")
+    ] = None,
+    only: Annotated[list[str] | None, typer.Option(help="Cases whose name has this.")] = None,
+    json: Json = None,
+) -> None:
+    """Calibrate the plan on this CPU, then step times as planned beside steps that were not calibrated on."""
+    from prl.bench.plan import measure
+
+    if hardware is not None and (why := refusal(str(hardware))):
+        print(why.replace("--json", "--hardware", 1), file=sys.stderr)
+        raise typer.Exit(CONFIG)
+    _give(lambda: measure(hardware, only or ()), json)
+
+
+@app.command()
 def trainer(
     run: Run = None,
     turns: Annotated[int, typer.Option(min=3, help="Steps of each side that are compared.")] = 12,

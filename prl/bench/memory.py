@@ -23,10 +23,17 @@ from prl.bench.runs import run_ranks, say
 from prl.config.mesh import resolve
 from prl.config.schema import RunConfig
 from prl.models.spec import read_spec
+from prl.plan.hardware import find
 from prl.plan.memory import Memory, trainer_memory
 
 TIMEOUT_S = 900.0
 STEPS = 2
+ALLOCATORS: dict[str, dict[str, str]] = {
+    "freed memory given back": {"MALLOC_MMAP_THRESHOLD_": "131072"},
+    "malloc as it is": {},
+}
+"""glibc keeps what it was given back, up to 32 MiB at a time, for the next to ask: the peak is more than what lives. With a
+fixed threshold each tensor is the system's own, and gone when it is freed, at 10 to 35% more CPU time on small models."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +106,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Found:
-    """Of rank 0."""
+    """Of a rank."""
 
     predicted: Memory
     total: int
@@ -118,6 +125,9 @@ CASES: dict[str, Case] = {
     "GLM-5, bfloat16, one document": Case(larger("GLM-5"), (4096,), "bfloat16"),
     "GLM-5, bfloat16, selective": Case(larger("GLM-5"), SHORT, "bfloat16", {"recompute": "selective"}),
     "GLM-4.5, Muon": Case(larger("GLM-4.5"), SHORT, "float32", {"optim": {"kind": "muon"}}),
+    "GLM-4.5, FP8 experts alone": Case(
+        larger("GLM-4.5"), SHORT, "bfloat16", {"precision": "fp8", "fp8_layers": [r".*\.experts"], "optim": {"kind": "sgd"}}
+    ),
     "dense, two ranks": Case(larger("dense"), SHORT * 2, "float32", {"ranks": 2, "pack_tokens": 4096}),
 }
 NEAR, NEAR_PROCESS = Goal(0.95, 1.05), Goal(0.85, 1.15)
@@ -126,13 +136,13 @@ SHARE = 0.01
 
 
 def measure(only: Sequence[str] = ()) -> Result:
-    """BenchError where a case fails. Of two ranks the first is judged."""
+    """BenchError where a case fails. Of two ranks the larger is judged."""
     load = machine.calibrate()
     rows = []
     for name, case in CASES.items():
         if only and not any(part in name for part in only):
             continue
-        found, plain = track(case)[0], run(case, tracked=False)[0]
+        found = max(track(case), key=lambda f: f.total)
         planned = categories(found.predicted)
         total = sum(planned.values())
         say(f"{name}: {found.total / 1e6:.0f} MB, planned {total / 1e6:.0f} MB")
@@ -140,8 +150,20 @@ def measure(only: Sequence[str] = ()) -> Result:
         for kind, n in sorted(found.categories.items()):
             if n > SHARE * found.total:
                 rows.append(Row(f"{name}: {kind}", planned[kind] / n, "", goal=NEAR, timed=False))
-        process = plain["peak"] - plain["baseline"]
-        rows.append(Row(f"{name}: planned / process above its baseline", total / process, "", goal=NEAR_PROCESS, timed=False))
+        for how, env in ALLOCATORS.items():
+            plain = run(case, tracked=False, env=env)[0]
+            process = plain["peak"] - plain["baseline"]
+            say(f"{name}: process {process / 1e6:.0f} MB, {how}")
+            planned_process = total if env else total / find("cpu").achieved.usable
+            rows.append(
+                Row(
+                    f"{name}: planned / process above its baseline, {how}",
+                    planned_process / process,
+                    "",
+                    goal=NEAR_PROCESS,
+                    timed=False,
+                )
+            )
     settings = {name: {"lengths": list(c.lengths), "dtype": c.dtype, "trainer": dict(c.trainer)} for name, c in CASES.items()}
     return Result("memory", rows, machine.facts(), vars(load), (), {"cases": settings}, {})
 
@@ -173,12 +195,16 @@ def predict(case: Case, found: Mapping[str, Any]) -> Memory:
     return trainer_memory(spec, config, shape, Cpu(), **batch)  # type: ignore[arg-type]
 
 
-def run(case: Case, *, tracked: bool) -> list[dict[str, Any]]:
+def run(case: Case, *, tracked: bool, env: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
+    given = {"config": case.config.model_dump(mode="json"), "lengths": case.lengths, "steps": STEPS, "tracked": tracked}
+    return launch("prl.bench.memory_rank", case.config.trainer.ranks, given, env)
+
+
+def launch(module: str, ranks: int, given: Mapping[str, Any], more: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
+    """What each rank found, run by `module`. `more`: of the environment."""
     with tempfile.TemporaryDirectory(prefix="prl-bench-") as name:
         folder = Path(name)
-        given = {"config": case.config.model_dump(mode="json"), "lengths": case.lengths, "steps": STEPS, "tracked": tracked}
         (folder / "spec.json").write_bytes(orjson.dumps(given))
-        ranks = case.config.trainer.ranks
-        base = [sys.executable, "-m", "prl.bench.memory_rank", str(folder / "spec.json")]
-        env = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+        base = [sys.executable, "-m", module, str(folder / "spec.json")]
+        env = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", **(more or {})}
         return run_ranks([[*base, str(r), name] for r in range(ranks)], "training steps", TIMEOUT_S, env)

@@ -38,6 +38,13 @@ from prl.trainer.state import TrainState
 from prl.trainer.step import Stepper
 
 TIMEOUT_S = 600.0
+TINY: dict[str, Any] = {
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "indexer_types": ["full", "shared"],
+}
+"""What a model is made as to be next to nothing, of the same ops."""
 
 
 class Sorter(Live):
@@ -162,7 +169,12 @@ def tracked(config: RunConfig, mesh: Mesh, batches: list[Batch]) -> dict[str, An
 
 
 def measured(config: RunConfig, mesh: Mesh, batches: list[Batch]) -> dict[str, Any]:
-    """Bytes of the process: before there is a model, and at the peak of these steps."""
+    """Bytes of the process: once it has trained a model that is next to nothing, and at the peak of these steps."""
+    documents = rollouts(0, [64] * mesh.shape.data, 128)
+    (*_, batch) = pack(documents, step=1, budget=64, ranks=mesh.shape.data)
+    update = {"architecture": (config.model.architecture or {}) | TINY}
+    tiny = config.model_copy(update={"model": config.model.model_copy(update=update)})
+    Stepper(TrainState(tiny, config.trainer.optim, mesh), config.trainer, 1)(batch)
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
     baseline = _memory("VmRSS")
@@ -178,22 +190,33 @@ def _memory(field: str) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:")) * 1024
 
 
-def rank(index: int, spec: dict[str, Any], folder: Path) -> dict[str, Any]:
+def join(index: int, ranks: int, folder: Path) -> None:
+    """One thread, and the process group where there are several ranks."""
     torch.set_num_threads(1)
-    config = RunConfig.model_validate(spec["config"])
-    model = read_spec(config.model.architecture or {})
-    ranks, device = config.trainer.ranks, torch.device("cpu")
-    mesh = Mesh(0, 1, device)
     if ranks > 1:
         store = f"file://{folder / 'store'}"
         dist.init_process_group("gloo", init_method=store, rank=index, world_size=ranks, timeout=timedelta(seconds=TIMEOUT_S))
-        mesh = lay_out(resolve(config.trainer, model.n_experts), index, device)
+
+
+def prepare(index: int, spec: dict[str, Any]) -> tuple[RunConfig, Mesh, list[Batch]]:
+    """Of a case, with a batch for each step."""
+    config = RunConfig.model_validate(spec["config"])
+    model = read_spec(config.model.architecture or {})
+    device = torch.device("cpu")
+    alone = config.trainer.ranks == 1
+    mesh = Mesh(0, 1, device) if alone else lay_out(resolve(config.trainer, model.n_experts), index, device)
     documents = rollouts(0, spec["lengths"], model.vocab_size)
     streams = mesh.shape.data
     batches = [
         pack(documents, step=n, budget=config.trainer.pack_tokens, ranks=streams)[mesh.stream]
         for n in range(1, spec["steps"] + 1)
     ]
+    return config, mesh, batches
+
+
+def rank(index: int, spec: dict[str, Any], folder: Path) -> dict[str, Any]:
+    join(index, spec["config"]["trainer"]["ranks"], folder)
+    config, mesh, batches = prepare(index, spec)
     found = (tracked if spec["tracked"] else measured)(config, mesh, batches)
     mb = batches[0].micro_batches[0]
     found |= {
@@ -202,7 +225,7 @@ def rank(index: int, spec: dict[str, Any], folder: Path) -> dict[str, Any]:
         "micro_batches": len(batches[0].micro_batches),
         "cpu_s": sum(resource.getrusage(resource.RUSAGE_SELF)[:2]),
     }
-    if ranks > 1:
+    if config.trainer.ranks > 1:
         dist.destroy_process_group()
     return found
 

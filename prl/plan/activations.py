@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import isqrt
 
 from prl.models.spec import ModelSpec
@@ -23,6 +24,9 @@ LATENT = 1 << 24
 """KEEP and CHUNK of prl.kernels.latent_attention."""
 SPARSE = 4096
 """Of prl.layers.dsa: keys from which they are kept by index."""
+
+
+_QKV = {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"}
 
 
 @dataclass(frozen=True)
@@ -64,13 +68,15 @@ class Bucket:
         return 0 if self.single else self.b * self.s
 
 
-def buckets(lengths: Sequence[int], ranks: int = 1) -> list[Bucket]:
-    """Of documents end to end; with `ranks`, of the first of the ranks that share the row, which is cut as a zigzag."""
+@lru_cache(256)
+def buckets(lengths: tuple[int, ...], ranks: int = 1, rank: int = 0) -> list[Bucket]:
+    """Of documents end to end; with `ranks`, of one of the ranks that share the row, which is cut as a zigzag."""
     spans = [(n, n) for n in lengths]
     if ranks > 1:
         total = sum(lengths)
         chunk = total // (2 * ranks)
-        spans = [span for low in (0, total - chunk) for span in _spans(lengths, low, low + chunk)]
+        runs = (rank * chunk, total - (rank + 1) * chunk)
+        spans = [span for low in runs for span in _spans(lengths, low, low + chunk)]
     whole = sorted(s for q, s in spans if q == s and s * s <= BOUND)
     groups: list[list[int]] = []
     for n in whole:
@@ -114,6 +120,9 @@ class Sizes:
     fp8: bool
     expert_ranks: int
     fp8_dispatch: bool
+    context_rank: int = 0
+    coded: frozenset[str] = frozenset()
+    """Linear layers of the block that compute in FP8, by the ends of their names."""
 
     @property
     def w(self) -> int:
@@ -129,7 +138,7 @@ class Sizes:
 
     @property
     def buckets(self) -> list[Bucket]:
-        return buckets(self.lengths, self.shared)
+        return buckets(self.lengths, self.shared, self.context_rank)
 
     @property
     def stream(self) -> int:
@@ -137,12 +146,29 @@ class Sizes:
 
 
 def sizes(
-    spec: ModelSpec, element: int, lengths: Sequence[int], *, shared: int, fp8: bool, expert_ranks: int, fp8_dispatch: bool
+    spec: ModelSpec,
+    element: int,
+    lengths: Sequence[int],
+    *,
+    shared: int,
+    fp8: bool,
+    expert_ranks: int,
+    fp8_dispatch: bool,
+    context_rank: int = 0,
 ) -> Sizes:
     """Of a micro-batch of documents of these lengths, padded as ranks that share a row need it."""
     row = sum(lengths)
     padding = -row % (2 * shared) if shared > 1 else 0
-    return Sizes(spec, element, (*lengths, *([1] * padding)), shared, fp8, expert_ranks, fp8_dispatch)
+    return Sizes(spec, element, (*lengths, *([1] * padding)), shared, fp8, expert_ranks, fp8_dispatch, context_rank)
+
+
+def linear_kept(s: Sizes, name: str, out: int, width: int, *, copied: bool = False) -> int:
+    """What a linear layer keeps beside its input, which it keeps too where it is not FP8: then the input's codes by column, and
+    the weight's. `copied`: its weight is made for it, of two."""
+    if name not in s.coded:
+        return out * width * s.a if copied else 0
+    rows = -(-s.t // BLOCK) * BLOCK
+    return rows * width + rows // BLOCK * width * 4 + out * width + out * width // BLOCK**2 * 4
 
 
 def block(s: Sizes, layer: int) -> list[Op]:
@@ -152,11 +178,12 @@ def block(s: Sizes, layer: int) -> list[Op]:
     mlp = moe(s) if layer in s.spec.moe_layers else feed_forward(s, "mlp.", s.spec.raw["intermediate_size"])
     # Of the residual stream float32 keeps both states as the norms' inputs; else they are just there while the block runs.
     loose = s.stream if s.a < s.w else 0
+    first = {"self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"} if s.spec.architecture == "glm_moe_dsa" else _QKV
     return [
-        *norm("input_layernorm", s.t, d, s, loose, s.stream),
+        *norm("input_layernorm", s.t, d, s, loose, s.stream, saved=not first <= s.coded),
         *_beside(attention, 2 * s.stream if loose else 0, s.stream),
         Op("residual", forward=2 * s.stream + loose),
-        *norm("post_attention_layernorm", s.t, d, s, 2 * loose, s.stream),
+        *norm("post_attention_layernorm", s.t, d, s, 2 * loose, s.stream, saved="mlp.gate_proj" not in s.coded),
         *_beside(mlp, 2 * loose, s.stream),
         Op("residual", forward=2 * s.stream + 2 * loose),
     ]
@@ -210,7 +237,11 @@ def grouped_query(s: Sizes) -> list[Op]:
     names = ("q_proj.weight", "k_proj.weight", "v_proj.weight", *bias)
     parts = ("attn_proj",)
     # Rotation: half of the rotated part at a time in float32, then all of it again.
-    out = [Op("self_attn.qkv", 0, 0, 0, t * (h + 2 * g) * c * a, t * (h + 2 * g) * c * a + 2 * t * d * a, names, False, parts)]
+    qkv = sum(linear_kept(s, f"self_attn.{x}_proj", n * c, d) for x, n in (("q", h), ("k", g), ("v", g)))
+    x = t * d * a if qkv else 0
+    out = [
+        Op("self_attn.qkv", qkv, x, 0, t * (h + 2 * g) * c * a, t * (h + 2 * g) * c * a + 2 * t * d * a, names, False, parts)
+    ]
     if s.spec.architecture in ("qwen3", "qwen3_moe") or raw.get("use_qk_norm"):
         for name, heads in (("self_attn.q_norm", h), ("self_attn.k_norm", g)):
             out += norm(name, t * heads, c, s, t * (h + 2 * g) * c * a, t * (h + 2 * g) * c * a, saved=False, parts=parts)
@@ -255,7 +286,8 @@ def grouped_query(s: Sizes) -> list[Op]:
     )
     o_bias = ("o_proj.bias",) if raw["attention_bias"] and s.spec.architecture != "glm4_moe" else ()
     weights = ("o_proj.weight", *o_bias)
-    out.append(Op("self_attn.o_proj", t * h * c * a, t * h * c * a, 0, t * d * a + outs, t * h * c * a, weights))
+    merged = linear_kept(s, "self_attn.o_proj", d, h * c) or t * h * c * a
+    out.append(Op("self_attn.o_proj", merged, merged, 0, t * d * a + outs, t * h * c * a, weights))
     return out
 
 
@@ -264,7 +296,7 @@ def attended(s: Sizes) -> tuple[int, int]:
     h, k = s.spec.raw["num_attention_heads"], s.spec.index_topk
     saved = loose = 0
     for b in s.buckets:
-        if _sparse(b, k):
+        if is_sparse(b, k):
             saved += b.b * b.q * k * 4
         elif b.pairs * h > LATENT:
             saved += b.pairs
@@ -273,7 +305,7 @@ def attended(s: Sizes) -> tuple[int, int]:
     return saved, loose
 
 
-def _sparse(b: Bucket, k: int) -> bool:
+def is_sparse(b: Bucket, k: int) -> bool:
     return b.s >= max(SPARSE, 2 * k)
 
 
@@ -288,13 +320,24 @@ def mla(s: Sizes, layer: int) -> list[Op]:
     kv_a = ("kv_a_proj_with_mqa.weight", *(("kv_a_proj_with_mqa.bias",) if bias else ()))
     q_a = ("q_a_proj.weight", *(("q_a_proj.bias",) if bias else ()))
     project = ("attn_proj",)
+    up_kept = linear_kept(s, "self_attn.q_b_proj", h * (nope + rope), q)
     # In float32 the norm's input is a view of the projection with its rotary part.
     tail = t * rope * a if a == w else 0
     out = [
         Op("self_attn.kv_a", table + tail, 0, 0, t * x * a, t * (x + 2 * d) * a, kv_a, False, project),
         *norm("self_attn.kv_a_layernorm", t, c, s, t * x * a, t * (x + d) * a, saved=False, parts=project),
-        Op("self_attn.q_a", 0, 0, 0, t * (q + x) * a, t * (q + 2 * d) * a, q_a, False, project),
-        *norm("self_attn.q_a_layernorm", t, q, s, t * x * a, t * (x + d) * a, parts=project),
+        Op(
+            "self_attn.q_a",
+            linear_kept(s, "self_attn.q_a_proj", q, d),
+            0,
+            0,
+            t * (q + x) * a,
+            t * (q + 2 * d) * a,
+            q_a,
+            False,
+            project,
+        ),
+        *norm("self_attn.q_a_layernorm", t, q, s, t * x * a, t * (x + d) * a, saved=not up_kept, parts=project),
     ]
     buckets_ = s.buckets
     padded = sum(b.b * b.q for b in buckets_)
@@ -302,7 +345,7 @@ def mla(s: Sizes, layer: int) -> list[Op]:
     indexed = layer in s.spec.indexed_layers
     if indexed:
         n, width, k = raw["index_n_heads"], raw["index_head_dim"], s.spec.index_topk
-        work = max((b.pairs * (w + 2 + (16 if _sparse(b, k) else 0)) for b in buckets_), default=0)
+        work = max((b.pairs * (w + 2 + (16 if is_sparse(b, k) else 0)) for b in buckets_), default=0)
         queries = (t + padded) * (n * width * a + n * w) if any(b.s > k for b in buckets_) else 0
         out.append(Op("self_attn.indexer", saved, saved, saved, loose + work + queries + t * x * a, 0))
     passing = loose + t * x * a
@@ -314,7 +357,7 @@ def mla(s: Sizes, layer: int) -> list[Op]:
     for b in buckets_:
         k = s.spec.index_topk
         # Chunk by chunk, the last one's tensors are there until the next one's take their names.
-        if _sparse(b, k):
+        if is_sparse(b, k):
             n = max(1, LATENT // (k * x)) * k
             work = max(work, n * max(2 * x * a + h * w, x * a + 3 * h * w))
             again = max(again, n * (x * (2 * a + w) + c * a + h * (3 * w + cast)))
@@ -327,16 +370,17 @@ def mla(s: Sizes, layer: int) -> list[Op]:
             work = max(work, n * 3 * w)
             again = max(again, n * (3 * w + cast))
     outs, queries = padded * h * v * a, t * h * x * a
-    chunks = padded * h * c * a if any(b.pairs * h > LATENT and not _sparse(b, s.spec.index_topk) for b in buckets_) else 0
+    chunks = padded * h * c * a if any(b.pairs * h > LATENT and not is_sparse(b, s.spec.index_topk) for b in buckets_) else 0
     forward = passing + queries + max(work - padded * h * c * a + chunks, 3 * outs, chunks)
     bias_o = ("o_proj.bias",) if bias else ()
+    merged = linear_kept(s, "self_attn.o_proj", d, h * v) or t * h * v * a
     up_proj = ("q_b_proj.weight", "kv_b_proj.weight")
     return [
         *out,
         Op(
             "self_attn.q_b",
-            up + table,
-            0,
+            up + table + up_kept,
+            t * q * a if up_kept else 0,
             0,
             passing + t * h * (x + c) * a,
             up + t * h * x * a,
@@ -345,18 +389,21 @@ def mla(s: Sizes, layer: int) -> list[Op]:
             ("mla_up_proj",),
         ),
         Op("self_attn.core", kept, kept, 0, forward, again + outs + padded * h * (x + c) * a),
-        Op("self_attn.o_proj", t * h * v * a, t * h * v * a, 0, loose + t * d * a, t * h * v * a, ("o_proj.weight", *bias_o)),
+        Op("self_attn.o_proj", merged, merged, 0, loose + t * d * a, t * h * v * a, ("o_proj.weight", *bias_o)),
     ]
 
 
 def feed_forward(s: Sizes, name: str, width: int) -> list[Op]:
-    """Gate and up run as one product with a copy of both weights, which autograd keeps."""
+    """Gate and up run as one product with a copy of both weights, which autograd keeps, in FP8 its codes."""
     t, d, a = s.t, s.spec.hidden_size, s.a
     parts, both = ("mlp",), (f"{name}gate_proj.weight", f"{name}up_proj.weight")
+    joined = linear_kept(s, f"{name}gate_proj", 2 * width, d, copied=True)
+    x = t * d * a if name == "mlp." and f"{name}gate_proj" in s.coded else 0
+    down = linear_kept(s, f"{name}down_proj", d, width) or t * width * a
     return [
-        Op(f"{name}gate_up", 2 * width * d * a, 0, 0, 0, t * (2 * width + d) * a, both, False, parts),
+        Op(f"{name}gate_up", joined, x, 0, 0, t * (2 * width + d) * a, both, False, parts),
         Op(f"{name}swiglu", t * 2 * width * a, 0, 0, 0, t * 3 * width * a, (), False, parts),
-        Op(f"{name}down", t * width * a, 0, 0, t * d * a, t * width * a, (f"{name}down_proj.weight",), False, parts),
+        Op(f"{name}down", down, 0, 0, t * d * a, t * width * a, (f"{name}down_proj.weight",), False, parts),
     ]
 
 

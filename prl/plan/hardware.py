@@ -26,6 +26,7 @@ class _Strict(BaseModel):
 
 
 class Flops(_Strict):
+    float32: Positive
     bf16: Positive
     fp8: Positive
 
@@ -33,9 +34,11 @@ class Flops(_Strict):
 class Achieved(_Strict):
     """Shares of the peaks that real programs reach."""
 
+    float32: Share
     bf16: Share
     fp8: Share
     attention: Share
+    """Of bf16's."""
     memory: Share
     link: Share
     network: Share

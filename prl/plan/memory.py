@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from prl.config.mesh import MeshShape
 from prl.config.schema import RunConfig
@@ -78,7 +78,11 @@ def trainer_memory(
 ) -> Memory:
     """Of a rank of the trainer. `lengths`: documents of a micro-batch, default `documents(config)`; `scored`: of a rank's
     tokens     those that the LM head scores, default all; with more than one micro-batch gradients are there from the start."""
-    return _Trainer(spec, config, shape, hardware, lengths or documents(config), scored, micro_batches).memory()
+    found = lengths or documents(config)
+    # A row is cut as a zigzag: of the first rank the second piece sees most keys, of the last one both pieces see many.
+    ranks = {0, shape.context - 1}
+    each = [_Trainer(spec, config, shape, hardware, found, scored, micro_batches, r).memory() for r in sorted(ranks)]
+    return max(each, key=lambda m: m.total + m.host_total)
 
 
 class Peak(NamedTuple):
@@ -103,6 +107,7 @@ class _Trainer:
         lengths: Sequence[int],
         scored: int | None,
         micro_batches: int,
+        context_rank: int,
     ):
         self.spec, self.config, self.shape, self.hardware = spec, config, shape, hardware
         self.trainer, self.a = config.trainer, BYTES[config.model.dtype]
@@ -115,18 +120,20 @@ class _Trainer:
             fp8=self.trainer.precision == "fp8",
             expert_ranks=shape.expert,
             fp8_dispatch=self.trainer.mesh.fp8_dispatch,
+            context_rank=context_rank,
         )
         self.scored = self.s.t if scored is None else scored
         self.again = micro_batches > 1
         self.weights = weights(spec, config, shape)
         self.layers = [[x for x in self.weights if x.layer == i] for i in range(spec.n_layers)]
         self.rest = [x for x in self.weights if x.layer is None]
-        kinds: dict[tuple[bool, bool], list[Op]] = {}  # blocks of one kind have the same ops
+        kinds: dict[Any, list[Op]] = {}  # blocks of one kind have the same ops
         self.ops = []
-        for i in range(spec.n_layers):
-            kind = i in spec.moe_layers, i in spec.indexed_layers
+        for i, layer in enumerate(self.layers):
+            coded = frozenset(x.name.removeprefix(f"model.layers.{i}.").removesuffix(".weight") for x in layer if x.coded)
+            kind = i in spec.moe_layers, i in spec.indexed_layers, coded
             if kind not in kinds:
-                kinds[kind] = block(self.s, i)
+                kinds[kind] = block(replace(self.s, coded=coded, fp8="mlp.experts.down_proj" in coded), i)
             self.ops.append(kinds[kind])
         self.fp8_sizes = [sum(x.fp8_bytes // x.shards for x in layer if x.fp8) for layer in self.layers]
         self.head = self._head()
@@ -181,7 +188,8 @@ class _Trainer:
         def phase(name: str, gradients: int, **found: int) -> None:
             more = {k.replace("_", ": ", 1).replace("_", " "): v for k, v in found.items()}
             there = Counter(device) + Counter(more)
-            (host if on_host else there)["gradients: sums"] = gradients
+            # On a CPU host and device are one memory: there they are counted when they are there.
+            (host if on_host and self.hardware.kind == "cuda" else there)["gradients: sums"] = gradients
             there["parameters: FP8"] = self.fp8(name)
             if self.fsdp and name != "update":  # embedding, last norm and LM head are one unit, whole all along
                 there["parameters: gathered"] += sum(x.numel * x.element for x in self.rest)

@@ -141,6 +141,9 @@ class Weight:
     buffer: bool
     expert: bool
     fp8: bool
+    """Of experts: whether they are gathered, and kept, as FP8 codes."""
+    coded: bool
+    """Whether their layer computes in FP8."""
     shards: int
     """Ranks that FSDP cuts it over."""
 
@@ -178,13 +181,14 @@ def weights(spec: ModelSpec, config: RunConfig, shape: MeshShape) -> list[Weight
     out = []
     for name, whole in shapes(spec).items():
         expert = ".mlp.experts." in name
-        fp8 = expert and trainer.precision == "fp8"
+        coded = trainer.precision == "fp8" and can_be_fp8(name, whole, trainer.fp8_layers)
+        fp8 = expert and coded
         held = (whole[0] // shape.expert, *whole[1:]) if expert else whole
         buffer = name.endswith(BUFFERS)
         trained = not buffer and not any(re.fullmatch(p, name) for p in config.model.frozen)
         shards = 1 if buffer else shape.expert_fsdp if expert else shape.fsdp
         wide = fp8 or name.endswith(float32)
-        out.append(Weight(name, held, master if wide else element, master, trained, buffer, expert, fp8, shards))
+        out.append(Weight(name, held, master if wide else element, master, trained, buffer, expert, fp8, coded, shards))
     return out if trainer.lora is None else list(_with_adapters(out, trainer.lora.rank, trainer.lora.targets))
 
 
@@ -196,5 +200,5 @@ def _with_adapters(found: list[Weight], rank: int, targets: list[str]) -> Iterat
         yield replace(w, trained=False)
         if chosen:
             *stack, n, k = w.shape
-            yield replace(w, name=f"{w.name}_lora_A", shape=(*stack, rank, k), fp8=False)
-            yield replace(w, name=f"{w.name}_lora_B", shape=(*stack, n, rank), fp8=False)
+            yield replace(w, name=f"{w.name}_lora_A", shape=(*stack, rank, k), fp8=False, coded=False)
+            yield replace(w, name=f"{w.name}_lora_B", shape=(*stack, n, rank), fp8=False, coded=False)

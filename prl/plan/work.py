@@ -17,6 +17,7 @@ from prl.config.mesh import MeshShape
 from prl.config.schema import RunConfig
 from prl.models.spec import ModelSpec
 from prl.plan import flops
+from prl.plan.activations import KEEP, LATENT, buckets, is_sparse
 from prl.plan.hardware import PEAK, Achieved, Hardware
 from prl.plan.weights import BYTES, Weight, can_be_fp8, shapes, weights
 
@@ -32,6 +33,8 @@ class Batch:
     rollouts: int
     length: int
     """Tokens of each."""
+    scored: float = 1.0
+    """Share of them that the LM head scores."""
 
     @property
     def tokens(self) -> int:
@@ -43,7 +46,7 @@ class Work:
     """Of one rank and one step."""
 
     flops: dict[str, float] = field(default_factory=dict)
-    """By what computes them: bf16, fp8, attention; recomputation is in it."""
+    """By what computes them: float32, bf16, fp8, attention; recomputation is in it."""
     memory: float = 0.0
     """Bytes of device memory read and written."""
     link: float = 0.0
@@ -67,16 +70,19 @@ class Times:
     network: float
     update: float
     """On the host, where it runs there."""
+    hides: bool = True
+    """Whether a machine does one thing behind another; a thread of a CPU does not."""
 
     @property
     def floor(self) -> float:
         """Everything that can hide behind something else does."""
-        return max(self.compute, self.memory, self.network) + self.update
+        return max(self.compute, self.memory, self.network) + self.update if self.hides else self.serial
 
     @property
     def serial(self) -> float:
         """Nothing does, but for memory behind compute."""
-        return max(self.compute, self.memory) + self.network + self.update
+        local = max(self.compute, self.memory) if self.hides else self.compute + self.memory
+        return local + self.network + self.update
 
     @property
     def bound(self) -> str:
@@ -103,23 +109,25 @@ def training(
     trainer, a = config.trainer, BYTES[config.model.dtype]
     rounds = micro_batches(config, shape, batch)
     mean = batch.tokens / shape.data / shape.context  # tokens of a rank in the step
-    parts = {
-        k: v * batch.rollouts / shape.data / shape.context for k, v in flops.forward(spec, [batch.length], batch.length).items()
-    }
+    each = batch.rollouts / shape.data / shape.context
+    scored = round(batch.length * batch.scored)
+    parts = {k: v * each for k, v in flops.forward(spec, [batch.length], scored).items()}
     again = _again(config)
     coded = shares(spec, trainer.fp8_layers) if trainer.precision == "fp8" else {}
-    by: dict[str, float] = {"bf16": 0.0, "fp8": 0.0, "attention": 0.0}
+    own = "bf16" if a == 2 else "float32"
+    by: dict[str, float] = {"float32": 0.0, "bf16": 0.0, "fp8": 0.0, "attention": 0.0}
+    documents = max(trainer.pack_tokens // batch.length, 1)
+    once, inside = _attention(spec, (batch.length,) * documents)
+    by["attention"] = (once * (3 + again["attention"]) + inside) * each / documents
     for part, n in parts.items():
-        if part == "attention":
-            by["attention"] += n * (3 + again["attention"])
-        elif part == "head":
-            by["bf16"] += n * 4  # the chunked LM head computes its logits again
+        if part == "head":
+            by[own] += n * 4  # the chunked LM head computes its logits again
         elif part == "indexer":
-            by["bf16"] += n * (1 + again["attention"])
-        else:
+            by[own] += n * (1 + again["attention"])
+        elif part != "attention":
             done = n * (3 + again.get(part, 0.0))
             by["fp8"] += done * coded.get(part, 0.0)
-            by["bf16"] += done * (1 - coded.get(part, 0.0))
+            by[own] += done * (1 - coded.get(part, 0.0))
     useful = 3 * sum(parts.values()) - 2 * parts["indexer"]
 
     held = weights(spec, config, shape) if held is None else held
@@ -175,6 +183,26 @@ def training(
     return Work(by, memory, link, network, pcie, host, rounds, useful)
 
 
+def _attention(spec: ModelSpec, lengths: tuple[int, ...]) -> tuple[float, float]:
+    """FLOPs of a row's attention, (forward, what its own backward computes again): of all pairs of a bucket, masked ones too,
+    of latent keys in their absorbed form, of sparse attention the keys that are kept."""
+    raw, once, inside = spec.raw, 0, 0
+    heads = raw["num_attention_heads"]
+    for b in buckets(lengths):
+        if spec.architecture == "glm_moe_dsa":
+            c, k = raw["kv_lora_rank"], spec.index_topk
+            x = c + raw["qk_rope_head_dim"]
+            thin = is_sparse(b, k)
+            pairs = b.b * b.q * k if thin else b.pairs
+            once += pairs * heads * (x + c)
+            inside += pairs * heads * x if thin or pairs * heads > LATENT else 0
+        else:
+            n = b.pairs * heads * 2 * (raw.get("head_dim") or spec.hidden_size // heads)
+            once += n
+            inside += n if b.pairs > KEEP else 0
+    return 2 * spec.n_layers * once, 2 * spec.n_layers * inside
+
+
 def shares(spec: ModelSpec, patterns: Sequence[str]) -> dict[str, float]:
     """Of the weights of projections, feed-forwards and experts the share whose layer computes in FP8."""
     every: Counter[str] = Counter()
@@ -213,8 +241,8 @@ def _dispatched(spec: ModelSpec, config: RunConfig, shape: MeshShape, node: int,
     if ep == 1:
         return 0.0, 0.0
     nodes, inside = max(ep // node, 1), min(ep, node)
-    out = d * (1.03 if config.trainer.mesh.fp8_dispatch else 2.0)  # codes with a float32 scale for each 128
-    back = d * 2.0
+    back = d * float(BYTES[config.model.dtype])
+    out = d * 1.03 if config.trainer.mesh.fp8_dispatch else back  # codes with a float32 scale for each 128
     moved = (1 + again) * (out + back) + (out + back)
     ranks = ep * (1 - (1 - 1 / ep) ** k)
     others = nodes * (1 - (1 - 1 / nodes) ** k) * (nodes - 1) / nodes
@@ -244,6 +272,7 @@ def times(work: Work, hardware: Hardware, achieved: Achieved | None = None) -> T
     s = achieved or hardware.achieved
     f = work.flops
     compute = f["bf16"] / (hardware.flops.bf16 * s.bf16) + f["fp8"] / (hardware.flops.fp8 * s.fp8)
+    compute += f["float32"] / (hardware.flops.float32 * s.float32)
     compute += f["attention"] / (hardware.flops.bf16 * s.attention)
     moved = max(
         work.link / (hardware.link_bytes_per_s * s.link),
@@ -255,6 +284,7 @@ def times(work: Work, hardware: Hardware, achieved: Achieved | None = None) -> T
         work.memory / (hardware.memory_bytes_per_s * s.memory),
         moved,
         work.host / (hardware.host_bytes_per_s * s.host),
+        hides=hardware.kind != "cpu",
     )
 
 
