@@ -75,8 +75,8 @@ def buckets(lengths: tuple[int, ...], ranks: int = 1, rank: int = 0) -> list[Buc
     if ranks > 1:
         total = sum(lengths)
         chunk = total // (2 * ranks)
-        runs = (rank * chunk, total - (rank + 1) * chunk)
-        spans = [span for low in runs for span in _spans(lengths, low, low + chunk)]
+        first, length = rank * chunk, chunk if rank + 1 < ranks else 2 * chunk  # the last one's two pieces are neighbours
+        spans = [span for low in dict.fromkeys((first, total - first - length)) for span in _spans(lengths, low, low + length)]
     whole = sorted(s for q, s in spans if q == s and s * s <= BOUND)
     groups: list[list[int]] = []
     for n in whole:
@@ -358,7 +358,7 @@ def mla(s: Sizes, layer: int) -> list[Op]:
         k = s.spec.index_topk
         # Chunk by chunk, the last one's tensors are there until the next one's take their names.
         if is_sparse(b, k):
-            n = max(1, LATENT // (k * x)) * k
+            n = min(max(1, LATENT // (k * x)), b.b * b.q) * k
             work = max(work, n * max(2 * x * a + h * w, x * a + 3 * h * w))
             again = max(again, n * (x * (2 * a + w) + c * a + h * (3 * w + cast)))
         elif b.pairs * h <= LATENT:

@@ -6,15 +6,19 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from prl.config.load import load
 from prl.config.mesh import MeshShape, resolve
 from prl.config.schema import RunConfig
+from prl.distributed.context import zigzag
+from prl.layers.layout import PackedLayout
 from prl.models.spec import read_spec
 from prl.plan import main, page, work
-from prl.plan.activations import expert_rows, received, sizes
+from prl.plan.activations import buckets, expert_rows, received, sizes
 from prl.plan.hardware import HardwareError, find, table
 from prl.plan.memory import trainer_memory
 from prl.plan.plan import make
@@ -132,6 +136,39 @@ def test_experts_have_rows_for_the_slots_that_are_theirs() -> None:
     raw = GLM_4_5_AIR | {"n_routed_experts": 4, "num_experts_per_tok": 2}
     s = sizes(read_spec(raw), 2, [1024], shared=1, fp8=False, expert_ranks=2, fp8_dispatch=False)
     assert received(s) == 1536 and expert_rows(s) == 2048
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("lengths", [(64,), (40, 8, 16), (4096,)])
+def test_buckets_are_those_of_the_ranks_layout(lengths: tuple[int, ...], ranks: int) -> None:
+    for rank in range(ranks):
+        part: Any = None if ranks == 1 else SimpleNamespace(here_L=zigzag(sum(lengths), ranks)[rank])
+        own = [tuple(b.mask_BQS.shape) for b in PackedLayout(lengths, shard=part).buckets]
+        assert [(b.b, b.q, b.s) for b in buckets(lengths, ranks, rank)] == own
+
+
+def test_attention_counts_the_pairs_that_are_computed() -> None:
+    """A row of two documents of 2,048: masked pairs too, and once more, since a bucket of so many is computed again."""
+    short = ("trainer.pack_tokens=4096", "sampling.max_length=4096", "sampling.max_tokens=1024")
+    config = glm5(*short, "trainer.recompute=none", "trainer.mesh.cp=1")
+    air = read_spec(GLM_4_5_AIR)
+    found = training(air, config, MeshShape(), find("H200"), Batch(2, 2048))
+    assert found.flops["attention"] == 2 * 46 * 2 * 2048**2 * 96 * 2 * 128 * (3 + 1)
+    # Latent keys are of 576 and values of 512; scores are computed again.
+    one = training(read_spec(GLM_5), config, MeshShape(), find("H200"), Batch(1, 2048))
+    assert one.flops["attention"] == 2 * 78 * 2048**2 * 64 * ((576 + 512) * 3 + 576)
+
+
+def test_a_thread_of_a_cpu_hides_nothing() -> None:
+    config = load(CONFIGS / "demo.yaml", ["model.dtype=float32"], planning=True)
+    spec = read_spec(config.model.architecture or {})
+    found = training(spec, config, MeshShape(), find("cpu"), Batch(8, 64))
+    t = work.times(found, find("cpu"))
+    assert found.flops["float32"] > 0 == found.flops["bf16"]
+    assert t.floor == t.serial == t.compute + t.memory + t.network + t.update
+    half = training(spec, config, MeshShape(), find("cpu"), Batch(8, 64, scored=0.5))
+    head = 2 * 4 * 8 * 32 * spec.hidden_size * spec.vocab_size
+    assert found.flops["float32"] - half.flops["float32"] == pytest.approx(head)
 
 
 def test_gradients_on_the_host_are_there_once() -> None:
