@@ -30,7 +30,7 @@ from prl.layers.router import update_correction_bias
 from prl.models import compile
 from prl.models.base import ForwardInput, ForwardOutput
 from prl.samples import CE, Batch, Counts, MicroBatch, pad, shift_left
-from prl.trainer import losses, optim
+from prl.trainer import drift, losses, optim
 from prl.trainer.losses import LossFunction, LossInputs
 from prl.trainer.state import Policy, TrainState
 
@@ -204,12 +204,6 @@ def loss_share(
     return total, metrics
 
 
-def mismatch(d: Tensor) -> Tensor:
-    """exp(d) - 1 - d in float64, d = trainer - engine logprob [N]: per-token estimate of KL(engine || trainer). Not clamped."""
-    d = d.double()
-    return d.expm1() - d
-
-
 def quantiles(d: Tensor) -> dict[str, float]:
     """Of |d|, d [N] float64."""
     if not len(d):
@@ -247,11 +241,11 @@ class Seen:
         rl_N = x.mask_N & ~x.ce_N
         d_N = (logprobs_N.detach().double() - x.old_logprobs_N)[rl_N]
         own_N = alone(mb, self.version).to(self.device)[x.documents_N][rl_N]
-        kl_N = mismatch(d_N)
+        kl_N = drift.mismatch(d_N)
         self.d.append(d_N if self.speaks else d_N[:0])
         self.own_d.append(d_N[own_N] if self.speaks else d_N[:0])
         if self.speaks and self.own_kl_2LE.numel():
-            self.own_kl_2LE += kl_by_expert(mb, kl_N.cpu(), rl_N.cpu(), own_N.cpu(), self.own_kl_2LE.shape[1:])
+            self.own_kl_2LE += drift.kl_by_expert(mb, kl_N.cpu(), rl_N.cpu(), own_N.cpu(), self.own_kl_2LE.shape[1:])
         self._sum(**selection_counts(x.recorded_TAS, own_TAS))
         self._sum_once(
             loss=loss.detach(),
@@ -262,8 +256,8 @@ class Seen:
             kl=kl_N.sum(),
             own=own_N.sum(),
             kl_own=kl_N[own_N].sum(),
-            **tempered_kl(mb, kl_N, rl_N, own_N),
-            **shifted_kl(logprobs_N.detach().double()[rl_N], x.old_logprobs_N[rl_N], x.documents_N[rl_N], own_N),
+            **drift.tempered_kl(mb, kl_N, rl_N, own_N),
+            **drift.shifted_kl(logprobs_N.detach().double()[rl_N], x.old_logprobs_N[rl_N], x.documents_N[rl_N], own_N),
             **route_counts(mb, replayed=x.forward.routed_T is not None),
         )
 
@@ -314,7 +308,7 @@ class Seen:
                 "own_tokens": int(own),
                 "mismatch": quantiles(d),
                 "mismatch_own": quantiles(self.own_d[0]) or None,
-                "drift_hints": self._hints(sums) if own else None,
+                "drift_hints": drift.hints(sums, self.own_d[0], self.own_kl_2LE) if own else None,
                 "ratio_min": float(d.min().exp()),
                 "ratio_max": float(d.max().exp()),
                 "unrouted_fraction": sums["unrouted"] / rows,
@@ -325,73 +319,6 @@ class Seen:
         if sums["selections"]:
             out["selection_flip_fraction"] = sums["selection_flips"] / sums["selections"]
         return out
-
-    def _hints(self, sums: Mapping[str, float]) -> dict[str, float | None]:
-        """What tells causes of a mismatch apart, over own tokens."""
-        d = self.own_d[0]
-        pairs, tempered = sums["neighbours"], sums["own_tempered"]
-        return {
-            "mean": float(d.mean()),
-            "mean_error": float(d.std(correction=0)) / math.sqrt(len(d)),
-            "size": float(d.abs().mean()),
-            "kl_at_1": sums["kl_at_1"] / sums["own_at_1"] if tempered and sums["own_at_1"] else None,
-            "kl_tempered": sums["kl_tempered"] / tempered if tempered else None,
-            "shifted_kl": min(sums["kl_left"], sums["kl_right"]) / pairs if pairs else None,
-            "expert_contrast": contrast(self.own_kl_2LE),
-        }
-
-
-def tempered_kl(mb: MicroBatch, kl_N: Tensor, rl_N: Tensor, own_N: Tensor) -> dict[str, Tensor | float]:
-    """Sums of the mismatch of own tokens, and their numbers, at temperature 1 and at others."""
-    s = mb.sample
-    rows = np.flatnonzero(shift_left(s.trainable, False))
-    if not len(rows):
-        return dict.fromkeys(("kl_at_1", "own_at_1", "kl_tempered", "own_tempered"), 0.0)
-    one = torch.from_numpy(shift_left(s.temperature)[rows] == 1).to(kl_N.device)[rl_N]
-    at_1, other = own_N & one, own_N & ~one
-    sums = {"kl_at_1": kl_N[at_1].sum(), "own_at_1": at_1.sum(), "kl_tempered": kl_N[other].sum(), "own_tempered": other.sum()}
-    return {**sums}
-
-
-def shifted_kl(new_N: Tensor, old_N: Tensor, documents_N: Tensor, own_N: Tensor) -> dict[str, Tensor]:
-    """Sums of the mismatch that own tokens would have if the engine's logprobs belonged to the token before, or after."""
-    both = own_N[:-1] & own_N[1:] & (documents_N[:-1] == documents_N[1:])
-    left, right = mismatch(new_N[:-1] - old_N[1:]), mismatch(new_N[1:] - old_N[:-1])
-    return {"neighbours": both.sum(), "kl_left": left[both].sum(), "kl_right": right[both].sum()}
-
-
-HINT_TOKENS = 4096
-"""Own tokens of a micro-batch that are looked at expert by expert."""
-
-
-def kl_by_expert(mb: MicroBatch, kl_N: Tensor, rl_N: Tensor, own_N: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """float64 [2, L, E]: the mismatch of the tokens that each expert had a part in, and their number."""
-    s, (n_layers, n_experts) = mb.sample, shape
-    out_2LE = np.zeros((2, n_layers * n_experts))
-    if s.routes is not None and len(kl_N):
-        rows = np.flatnonzero(shift_left(s.trainable, False))[rl_N.numpy()][own_N.numpy()]
-        keep = s.routed[rows]
-        rows, kl = rows[keep][:HINT_TOKENS], kl_N[own_N].numpy()[keep][:HINT_TOKENS]
-        at_NLK = s.routes[rows].astype(np.int64) + n_experts * np.arange(n_layers)[:, None]
-        out_2LE[0] = np.bincount(at_NLK.ravel(), np.repeat(kl, at_NLK[0].size if len(kl) else 0), n_layers * n_experts)
-        out_2LE[1] = np.bincount(at_NLK.ravel(), minlength=n_layers * n_experts)
-    return torch.from_numpy(out_2LE).view(2, n_layers, n_experts)
-
-
-def contrast(kl_2LE: Tensor) -> float | None:
-    """Mean mismatch of the tokens of the worst expert over that of the other experts of its layer; None without routes.
-
-    Experts with few tokens are left out: they say nothing.
-    """
-    total_L1, number_L1 = kl_2LE.sum(-1, keepdim=True)
-    if not number_L1.numel() or not number_L1.min() > 0:
-        return None
-    kl_LE, number_LE = kl_2LE
-    mean_LE = kl_LE / number_LE.clamp(min=1)
-    rest_LE = (total_L1 - kl_LE) / (number_L1 - number_LE).clamp(min=1)
-    enough_LE = (number_LE > 0.02 * number_L1) & (number_LE >= 16) & (rest_LE > 0)
-    ratios = (mean_LE / rest_LE)[enough_LE]
-    return float(ratios.max()) if len(ratios) else None
 
 
 def route_counts(mb: MicroBatch, *, replayed: bool) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -83,6 +84,23 @@ def test_the_band_is_the_range_of_the_steps_times_the_margin() -> None:
 def test_bands_ship_for_the_demo_and_none_is_of_an_unknown_pair() -> None:
     assert bands.load().keys() <= {p.key for p in pairs()}
     assert Pair.of(load("configs/demo.yaml")).key in bands.load()
+
+
+def table() -> str:
+    """Where the bands of the KL end, in README's words: trainers down, engines across."""
+    types = ("bfloat16", "bfloat16 with fp8", "float32", "float32 with fp8")
+    lines = [f"| trainer \\ engine | {' | '.join(types)} |", "|---" * 5 + "|"]
+    for trainer in types:
+        cells = []
+        for engine in types:
+            found = [bands.load().get(f"{trainer} / {engine}, routes {r}") for r in ("replayed", "not replayed")]
+            cells.append(" / ".join(f"{b.high['kl']:.2g}" for b in found if b) or "not measured")
+        lines.append(f"| {trainer} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def test_readme_has_the_bands_that_ship() -> None:
+    assert table() in (Path(__file__).parents[2] / "README.md").read_text("utf-8"), f"README needs:\n{table()}"
 
 
 @pytest.mark.parametrize(

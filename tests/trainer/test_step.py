@@ -15,7 +15,8 @@ from prl.layers.layout import PackedLayout
 from prl.models.base import ForwardInput
 from prl.samples import Batch, Rollout, Sample, concatenate, pack, truncate
 from prl.trainer import losses, nonfinite
-from prl.trainer.step import Stepper, inputs, loss_share, mismatch, route_counts, why_skip
+from prl.trainer.drift import mismatch
+from prl.trainer.step import Stepper, inputs, loss_share, route_counts, why_skip
 from tests.trainer.helpers import ALONE, LAYERS, bits, config, rollouts, sample, state_of, stepper_of
 
 DPPO = config().trainer.loss
