@@ -171,5 +171,11 @@ def gather_as_fp8(module: nn.Module, world: int) -> None:
                 f"{name} [{e}, {n}, {k}] cannot be gathered as FP8 over {world} ranks: the experts must be a multiple of the "
                 f"ranks, the widths of {BLOCK}"
             )
+    _say_how(module)
+    module.register_load_state_dict_post_hook(_say_how)  # with assign=True its parameters are other tensors
+
+
+def _say_how(module: nn.Module, *_: Any) -> None:
+    for p in module.parameters(recurse=False):
         sharded = cast(DTensor, p)
         sharded._local_tensor = sharded._local_tensor.as_subclass(ShardedWeight)

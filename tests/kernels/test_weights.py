@@ -224,14 +224,19 @@ def rank(folder: Path, index: int) -> None:
     def loaded():
         sharded.load_state_dict({name: -p for name, p in sharded.state_dict().items()})
 
+    def assigned():
+        sharded.load_state_dict({name: -2 * p for name, p in sharded.state_dict().items()}, assign=True)
+
     x = torch.randn(WORLD * 40, 128).bfloat16()
-    for change in (scaled, scaled_shards, loaded):
+    for change in (scaled, scaled_shards, loaded, assigned, loaded):
+        gathered.clear()
         root(x[:40])
         change()
         with torch.no_grad():
             for a, b in zip(whole.parameters(), sharded.parameters(), strict=True):
                 a.copy_(full(b.detach()))
         assert torch.equal(root(x[:40]), whole(x)[:40]), change.__name__
+        assert set(gathered) == {torch.uint8, torch.float32}, change.__name__
     dist.destroy_process_group()
 
 
