@@ -27,7 +27,7 @@ def test_a_step_needs_what_the_plan_says(model: str, dtype: str, trainer: dict[s
 
 
 def test_experts_on_two_ranks_need_what_the_plan_says() -> None:
-    """Both ranks together within 5%, since the plan's experts get as many tokens each; of what is under way between them the plan
+    """Both ranks together within 5%, since the plan's experts get as many tokens each; of what is under way between them it
     counts a part as activations."""
     mesh = {"ranks": 2, "pack_tokens": 1024, "mesh": {"ep": 2}, "recompute": "full"}
     found = track(Case(MODELS["GLM-4.5"], (512,) * 4, "bfloat16", mesh))
