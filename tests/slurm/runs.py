@@ -141,6 +141,16 @@ class Run:
         self.until_restart(before, 150)
         self.lab.run("scontrol", "update", f"JobId={self.job}", "TimeLimit=20")
 
+    def until_ready(self, *roles: str, timeout_s: float = 90) -> None:
+        """Until each of the roles has just said that it runs."""
+
+        def ready() -> bool:
+            assert not self.ended(), self.told()
+            told = [self.dir.read_status(role) for role in roles]
+            return all(s and s["phase"] == "running" and time.time() - s["t"] < 1.5 for s in told)
+
+        until(f"all roles of {self.dir.root} ({self.log})", ready, timeout_s)
+
     def lives(self) -> int:
         """How often the supervisor has begun."""
         log = self.dir / "logs" / "slurm.log"

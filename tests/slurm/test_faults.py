@@ -6,12 +6,13 @@ import json
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.slurm.lab import Lab, until
-from tests.slurm.runs import Run
+from tests.slurm.runs import ROOT, Run, measured
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
 
@@ -29,6 +30,63 @@ def test_kill_9_of_each_process_that_the_run_cannot_do_without(lab: Lab, tmp_pat
     causes = [failure["cause"] for failure in json.loads((run.dir / "failures.json").read_text())]
     assert [cause.split()[2] for cause in causes] == ["orchestrator", "trainer-1"]
     assert "component trainer was killed (exit code 137)" in run.told()
+
+
+FAKES = """import sys
+if any("prl.launch.slurm.component" in word for word in sys.orig_argv):
+    import prl.rl
+    from tests.launch import fakes
+    prl.rl.role_specs = fakes.specs
+"""
+
+
+def test_what_slurm_ends_or_warns_of_comes_back_by_itself(lab: Lab, tmp_path: Path) -> None:
+    """Preemption by a higher partition, the time limit, requeue, scancel of the inference component; and a cut cable.
+
+    Supervisor, steps and signals are the real ones, the roles have no model (tests/launch/fakes.py).
+    """
+    (tmp_path / "sitecustomize.py").write_text(FAKES)
+    scavenge = [f"launch.slurm.{part}.partition=scavenge" for part in ("trainer", "inference")]
+    run = Run(lab, tmp_path, *scavenge, "launch.slurm.warn_s=55", env={"PYTHONPATH": f"{tmp_path}:{ROOT}"})
+    roles = ("trainer", "trainer-1", "orchestrator", "inference-0", "inference-1")
+
+    def fault(name: str, act: Callable[[], object]) -> None:
+        run.until_ready(*roles)
+        lives, restarts, began = run.lives(), run.restarts(), time.time()
+        act()
+        run.until_restart(restarts, 150)
+        ended = time.time() - began
+        until("the next life", lambda: run.lives() > lives, 60)
+        again = time.time() - began
+        run.until_ready(*roles)
+        measured(f"{name} (roles without a model)", ended_s=ended, again_s=again, ready_s=time.time() - began)
+
+    seven = ("sbatch", "--partition=all", "--nodelist=train1", "--cpus-per-task=7", "--mem=100", "--output=/dev/null")
+    fault("preemption", lambda: lab.run(*seven, "--wrap=sleep 3"))
+    fault("time limit, from its being set", run.reach_the_time_limit)
+    fault("requeue by an administrator", lambda: lab.run("scontrol", "requeue", run.job))
+    fault("scancel of the inference component", lambda: lab.run("scancel", f"{run.job}+1"))
+    told = len(run.replica_restarts())
+    node = run.told().rpartition(", inference on ")[2].split()[1]
+    began = time.time()
+    lab.cut(node)
+    until("the restart of inference-1", lambda: len(run.replica_restarts()) > told, 30)
+    lab.heal(node)
+    restart = run.replica_restarts()[-1]
+    assert restart["of"] == "inference-1" and restart["t"] - began < 15, restart
+    run.until_ready(*roles)
+    measured(
+        "cable of a replica's node cut (roles without a model)", noticed_s=restart["t"] - began, serves_s=time.time() - began
+    )
+
+    lab.run("scancel", run.job)
+    run.code()
+    run.assert_nothing_left()
+    result = json.loads((run.dir / "result.json").read_text())
+    assert (result["code"], result["cause"], result["restarts"]) == (75, "stop requested", 4)
+    failures = json.loads((run.dir / "failures.json").read_text())
+    assert [f["cause"].partition(" at ")[0] for f in failures][:2] == ["preempted", "its time was up"]
+    assert len(failures) == 3, "a requeue is nobody's failure"
 
 
 def test_replicas_and_daemons_come_and_go(lab: Lab, tmp_path: Path) -> None:
