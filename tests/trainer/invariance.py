@@ -65,6 +65,9 @@ GROUPED: dict[str, Any] = {
 }
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "glm_5": GLM_5,
+    "glm_5, wide": GLM_5
+    | {"hidden_size": 128, "moe_intermediate_size": 128, "intermediate_size": 256, "q_lora_rank": 128, "kv_lora_rank": 128}
+    | {"qk_nope_head_dim": 24, "v_head_dim": 32, "index_head_dim": 32},
     "glm_4.5": GROUPED
     | {
         "architectures": ["Glm4MoeForCausalLM"],
