@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ from prl.distributed.context import zigzag
 from prl.layers.layout import PackedLayout
 from prl.models.spec import read_spec
 from prl.plan import main, page, work
-from prl.plan.activations import buckets, expert_rows, received, sizes
+from prl.plan.activations import buckets, expert_rows, linear_kept, received, sizes
 from prl.plan.hardware import HardwareError, find, table
 from prl.plan.memory import trainer_memory
 from prl.plan.plan import make
@@ -157,6 +158,14 @@ def test_attention_counts_the_pairs_that_are_computed() -> None:
     # Latent keys are of 576 and values of 512; scores are computed again.
     one = training(read_spec(GLM_5), config, MeshShape(), find("H200"), Batch(1, 2048))
     assert one.flops["attention"] == 2 * 78 * 2048**2 * 64 * ((576 + 512) * 3 + 576)
+
+
+def test_a_linear_layer_in_fp8_keeps_codes() -> None:
+    """Of 200 tokens, in 256 rows by column with a scale for each 128, and of its weight with a scale for each 128 x 128."""
+    s = sizes(read_spec(GLM_4_5_AIR), 2, [200], shared=1, fp8=True, expert_ranks=1, fp8_dispatch=False)
+    coded = replace(s, coded=frozenset({"self_attn.o_proj"}))
+    assert linear_kept(s, "self_attn.o_proj", 512, 1024) == 0
+    assert linear_kept(coded, "self_attn.o_proj", 512, 1024) == 256 * 1024 + 2 * 1024 * 4 + 512 * 1024 + 4 * 8 * 4
 
 
 def test_a_thread_of_a_cpu_hides_nothing() -> None:
