@@ -67,7 +67,7 @@ def test_faults_of_nodes(lab: Lab, tmp_path: Path) -> None:
     ]
     try:
         lab.run("mount", "-t", "tmpfs", "tmpfs", str(folder), node="infer0")
-        resource.prlimit(slurmd, resource.RLIMIT_NOFILE, (200, 200))
+        resource.prlimit(slurmd, resource.RLIMIT_NOFILE, (200, before[1]))
         lab.run("mount", "--bind", str(tmp_path / "probe.py"), probe.__file__, node="infer1")
         lab.run("mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", "/dev/shm", node="train1")
         ports = ("ipproto", "tcp", "dport", "20000-29999")
@@ -107,7 +107,7 @@ def test_faults_of_the_cluster(lab: Lab, tmp_path: Path) -> None:
     finally:
         lab.run("scontrol", "update", "NodeName=infer[0-1]", "State=RESUME")
     assert len(faults(drained)) == 1 and "has not begun within 4 s" in faults(drained)[0]
-    refused = doctor(lab, tmp_path, "launch.slurm.trainer.memory=9000000")
+    refused = doctor(lab, tmp_path, "launch.slurm.trainer.memory=9000000M")
     assert len(faults(refused)) == 1 and "the job is refused: sbatch" in faults(refused)[0]
     nowhere = doctor(lab, tmp_path, "launch.slurm.inference.partition=gpu")
     assert faults(nowhere) == ["partition gpu is not there"]
