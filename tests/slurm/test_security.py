@@ -131,7 +131,7 @@ def stop(lab: Lab, run: Run) -> None:
     lab.run(*by(OWNER, "scancel", "--batch", "--signal=USR2", run.job))
 
 
-def test_another_user_gets_at_nothing_of_a_run(lab: Lab) -> None:
+def test_another_user_gets_at_nothing_of_a_run(lab: Lab, request: pytest.FixtureRequest) -> None:
     home = lab.root / "owner"
     home.mkdir()
     os.chown(home, OWNER, OWNER)
@@ -152,6 +152,7 @@ def test_another_user_gets_at_nothing_of_a_run(lab: Lab) -> None:
     marks = {e for p in everybody if p.role for e in p.environment.split("\0") if e.startswith("PRL_RUN=")}
     (mark,) = (entry.removeprefix("PRL_RUN=") for entry in marks)
     scratch = list(Path("/tmp").glob(f"prl-{mark}-*"))
+    request.addfinalizer(lambda: [shutil.rmtree(path, ignore_errors=True) for path in scratch])  # which a killed node leaves
     assert len(scratch) == 5, scratch
     modes = {path: path.stat() for path in (*run.dir.root.rglob("*"), *scratch)}
     for path, stat in modes.items():
