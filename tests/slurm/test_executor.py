@@ -189,3 +189,19 @@ def test_a_leader_on_the_batch_host(lab: Lab, tmp_path: Path, monkeypatch: pytes
     assert "ExitCode=75:0" in shown and "Restarts=1" in shown and job["held"].state in ("COMPLETED", "FAILED")
     told = job["lead"].stdout() or ""
     assert f"component lead was killed (exit code 137): job {job.job_id} is run again" in told and "saved for later" not in told
+
+
+def test_a_nodes_death_ends_its_component_alone(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its step ends, with 0 by srun: that it has no result is what counts. The other component goes on."""
+    login(lab, tmp_path / "bin", monkeypatch)
+    train, serve = (small(*where, functions.rest, 600, nodes=2) for where in (("train", "train"), ("serve", "infer")))
+    job = HetSlurmExecutor(tmp_path / "jobs").submit_het(train, serve)
+    until("running steps", lambda: all(job[name].task(0).paths.stdout.exists() for name in ("train", "serve")), 60)
+    lab.power_off("infer1")
+    began = time.monotonic()
+    with pytest.raises(UncompletedJobError):
+        job["serve"].results()
+    print(f"seen after {time.monotonic() - began:.1f} s, with SlurmdTimeout=10")
+    assert job["train"].state == "RUNNING" and not job["train"].done()
+    job.cancel()
+    job["train"].wait()

@@ -193,6 +193,7 @@ def _calls(job: Submission) -> list[str]:
             group, among = (i, None) if job.groups else (None, f'"$(IFS=,; echo "${{nodes[*]:{before}:{part.nodes}}}")"')
             cpus = part.cpus_per_task or 1
             words += ["srun", *_shape(group, part.name, part.nodes, among, part.tasks_per_node, cpus, part.gpus_per_node)]
+            # Its ranks are one program: the death of one, or of its node, is the end of all.
             logs = f"{shlex.quote(_literal(job.folder / part.name))}/${{SLURM_JOB_ID}}_%t_log"
             words += [
                 "--kill-on-bad-exit=1",
@@ -271,6 +272,7 @@ def srun(
     return (
         "srun",
         *_shape(part.group, name, len(nodes), ",".join(nodes), tasks_per_node, cpus_per_task, part.gpus_per_node),
+        "--no-kill",
         "--kill-on-bad-exit=0",
         "--input=all",
         "--output=all",
@@ -294,7 +296,6 @@ def _shape(
         "--mem=0",
         f"--gres=gpu:{gpus_per_node}" if gpus_per_node else "--gres=none",
         "--overlap",
-        "--no-kill",
         "--wait=0",
         "--mpi=none",
         "--unbuffered",
