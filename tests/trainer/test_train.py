@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from prl.config.load import dump
-from prl.config.schema import RunConfig
+from prl.config.schema import Checkpoint, RunConfig
 from prl.models.hf import load_hf
 from prl.samples import Rollout, pack
 from prl.trainer import checkpoint, ledger
@@ -280,3 +280,44 @@ async def test_a_missing_orchestrator_is_named(tmp_path: Path) -> None:
     assert await start(run, c) == 1
     (event,) = records(run, "event")
     assert "orchestrator did not announce itself" in event["error"]
+
+
+async def live(run: RunDir, c: RunConfig, last: int, kill: int | None, delay_s: float = 0.0) -> list[int]:
+    """One life of two ranks up to step `last`, or until rank `kill` is killed some time after its second step; exit codes."""
+    newest = checkpoint.latest_complete(run)
+    first = checkpoint.verify(newest).step + 1 if newest else 1
+    run.forget_roles()
+    ranks, second = [spawn(run, c, i) for i in range(2)], asyncio.Event()
+    work = asyncio.create_task(
+        orchestrate(run, c, range(first, last + 1), on_trained=lambda t: second.set() if t.step > first else None)
+    )
+    try:
+        if kill is None:
+            await work
+        else:
+            await asyncio.wait_for(second.wait(), 90)
+            await asyncio.sleep(delay_s)
+            ranks[kill].kill()
+        return [await asyncio.to_thread(process.wait, 60) for process in ranks]
+    finally:
+        work.cancel()
+        await asyncio.wait([work])
+        for process in ranks:
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+async def test_ranks_killed_again_and_again_end_as_if_undisturbed(tmp_path: Path) -> None:
+    """At whatever they are at: publishing, saving a checkpoint (one a step), waiting; the other rank ends by itself."""
+    c = config("float32", ranks=2, mesh={"ep": 2}).model_copy(update={"checkpoint": Checkpoint(every=1)})
+    whole, killed = run_dir(tmp_path / "whole"), run_dir(tmp_path / "killed")
+    assert await live(whole, c, 12, None) == [0, 0]
+    for i, delay_s in enumerate((0.0, 0.03, 0.1, 0.17, 0.25)):
+        codes = await live(killed, c, 40, i % 2, delay_s)
+        assert codes[i % 2] == -signal.SIGKILL and codes[1 - i % 2] == 1
+    last = len(losses(killed)) + 2
+    assert await live(killed, c, max(last, 12), None) == [0, 0]
+    assert losses(killed)[:12] == losses(whole)
+    assert not list(killed.root.glob("*/*.tmp"))
