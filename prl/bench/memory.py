@@ -129,7 +129,6 @@ CASES: dict[str, Case] = {
         larger("GLM-4.5"), SHORT * 2, "bfloat16", {"offload": "parameters", "offload_activations": 1, "pack_tokens": 8192}
     ),
     "GLM-4.5, ep 2": Case(larger("GLM-4.5"), SHORT * 2, "bfloat16", {"ranks": 2, "mesh": {"ep": 2}, "pack_tokens": 4096}),
-    "GLM-5, cp 2": Case(larger("GLM-5"), SHORT, "bfloat16", {"ranks": 2, "mesh": {"cp": 2, "ep": 1}}),
     "dense, two ranks": Case(larger("dense"), SHORT * 2, "float32", {"ranks": 2, "pack_tokens": 4096}),
 }
 NEAR, NEAR_PROCESS = Goal(0.95, 1.05), Goal(0.85, 1.15)
