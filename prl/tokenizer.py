@@ -66,7 +66,8 @@ class Tokenizer:
         missing = sorted({c for c in text if c not in vocabulary})
         return TokenizerError(
             f"tokenizer: no token for {''.join(missing)!r} in the text {text[:80]!r}; "
-            "add the characters to tokenizer.characters or change the environment's templates"
+            "add what is missing to the tokenizer (tokenizer.characters, or the tokens of its file), or change the text: an "
+            "environment's templates, the chat template"
         )
 
     def decode(self, ids: np.ndarray | list[int]) -> str:

@@ -114,8 +114,12 @@ def _training_distribution(c: RunConfig) -> Found:
         yield "sampling.temperature", f"expected 1e-5 to 1e5, got {c.sampling.temperature:g}"
 
 
-@_reads("sampling.max_length", "sampling.max_tokens", "model.architecture", "inference.kv_tokens", "trainer.pack_tokens")
+@_reads(
+    "envs", "sampling.max_length", "sampling.max_tokens", "model.architecture", "inference.kv_tokens", "trainer.pack_tokens"
+)
 def _lengths(c: RunConfig) -> Found:
+    if not c.envs:
+        return  # nothing is sampled
     length = c.sampling.max_length
     if c.sampling.max_tokens >= length:
         yield (
@@ -305,6 +309,8 @@ def _recompute(c: RunConfig) -> Found:
 
 @_reads("trainer.ranks", "trainer.mesh", "model")
 def _mesh(c: RunConfig) -> Found:
+    if _architecture(c) is None:
+        return  # how many experts there are is not known
     n_experts = next((n for key in ("n_routed_experts", "num_experts") if (n := _number(c, key)) is not None), 0)
     for path, message in mesh.problems(c.trainer, int(n_experts)):
         yield f"trainer.{path}", message
@@ -335,13 +341,18 @@ def _slurm(c: RunConfig) -> Found:
         yield "transport.weights", f"expected filesystem with launch.slurm (nodes share no memory), got {c.transport.weights}"
 
 
+def _architecture(c: RunConfig) -> dict[str, Any] | None:
+    """The model's config.json, inline or in its folder; None where it cannot be read, which is the model's to report."""
+    if c.model.architecture is not None or c.model.path is None:
+        return c.model.architecture
+    try:
+        found = json.loads((c.model.path / "config.json").read_text())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
 def _number(c: RunConfig, key: str) -> float | None:
-    """A number of the model's config.json, inline or in its folder; other faults of it are the model's to report."""
-    architecture: Any = c.model.architecture
-    if architecture is None and c.model.path is not None:
-        try:
-            architecture = json.loads((c.model.path / "config.json").read_text())
-        except (OSError, ValueError):
-            return None
-    value: Any = (architecture or {}).get(key)
+    """A number of the model's config.json, if it is there."""
+    value = (_architecture(c) or {}).get(key)
     return value if isinstance(value, int | float) and not isinstance(value, bool) else None

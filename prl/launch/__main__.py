@@ -111,7 +111,9 @@ def planned(config: RunConfig) -> list[str]:
     try:
         machine = find("H200" if slurm.trainer.gpus_per_node else "cpu")
         spec = read_spec(config.model.architecture or config.model.path or {})
-        plan = make(spec, config, machine, nodes=slurm.trainer.nodes + slurm.inference.nodes, search=False)
+        # The embedded engine is one process, however many GPUs its node has.
+        nodes = None if config.inference.engine == "embedded" else slurm.trainer.nodes + slurm.inference.nodes
+        plan = make(spec, config, machine, nodes=nodes, search=False)
     except (SetupError, PlanError, FileNotFoundError) as e:
         return [f"no plan: {e}"]
     return [*lines(plan), *(f"cannot run: {problem}" for problem in plan.problems)]

@@ -111,7 +111,10 @@ class View:
         if self.stage in ("sft", "control"):
             dev = h.evals[self.stage][-1] if h.evals[self.stage] else {}
             rate = dev.get("greedy") if dev.get("sampled") is None else dev["sampled"]
-            return [("loss", shown(leader.get("loss"))), ("solve rate", shown(rate)), ("tokens/s", self._tokens_per_s())]
+            held_out = h.validation if self.stage == "sft" else {}
+            validation = [("validation loss", shown(held_out[max(held_out)].get("loss")))] if held_out else []
+            facts = [("loss", shown(leader.get("loss"))), *validation, ("solve rate", shown(rate))]
+            return [*facts, ("tokens/s", self._tokens_per_s())]
         if self.stage != "rl":
             return []
         orchestrator, rates = h.last("orchestrator"), [e["sampled"] for e in h.evals["rl"] if e.get("sampled") is not None]

@@ -113,6 +113,8 @@ class Step(Entry, kw_only=True):
 
 class Eval(Entry, kw_only=True):
     step: int = 0
+    split: str = ""
+    loss: Number = None
     tasks: int = 0
     sampled: Number = None
     greedy: Number = None
@@ -158,6 +160,8 @@ class History:
         """By "sft", "control", "trainer" (rank 0) and "orchestrator"; by step."""
         self.evals: dict[str, list[Record]] = defaultdict(list)
         """By stage, in order. An evaluation that was cut is not here."""
+        self.validation: dict[int, Record] = {}
+        """Of the warm start, the loss on conversations that are held out; by step."""
         self.cut_evals = 0
         self.spans: deque[Record] = deque(maxlen=SPANS_KEPT)
         self.samples: dict[int, list[Record]] = defaultdict(list)
@@ -196,6 +200,8 @@ class History:
         if kind == "step":
             stage = stage_of(r)
             self.steps[stage if stage != "rl" else role][r["step"]] = r
+        elif kind == "eval" and r.get("split") == "validation":
+            self.validation[step or 0] = r
         elif kind == "eval" and r.get("complete", True):
             self.evals[stage_of(r)].append(r)
         elif kind == "eval":

@@ -243,11 +243,13 @@ def speed(h: History) -> Figure | None:
 
 
 def supervised(h: History) -> Figure | None:
-    """The loss of the warm start and of the control."""
+    """The loss of the warm start and of the control, and of conversations that are held out."""
     data = [
         line(*h.series(stage, "loss"), name, colour)
         for stage, name, colour in (("sft", "warm start", TEAL), ("control", "control", ORANGE))
     ]
+    held_out = sorted(h.validation.items())
+    data.append(line([step for step, _ in held_out], [e.get("loss") for _, e in held_out], "validation", BLUE))
     data = [d for d in data if d["x"]]
     return figure(data, "step", "loss", yaxis={"rangemode": "tozero"}) if data else None
 

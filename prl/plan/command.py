@@ -29,7 +29,9 @@ Examples:
   python -m prl.plan configs/rl_glm5.yaml --nodes 28
   python -m prl.plan configs/rl_glm45_air.yaml trainer.mesh.cp=auto --hardware H100 --json -
   python -m prl.plan configs/demo.yaml --hardware cpu
+  python -m prl.plan configs/sft_glm5.yaml --length 8192
 """
+NODES = "Of the whole run; those that do not train generate. Default: one for each engine of vLLM, a GPU for an embedded one."
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
@@ -38,8 +40,10 @@ def command(
     config: Annotated[Path, typer.Argument(help="YAML file of the run.", metavar="CONFIG")],
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value, as in every command.")] = None,
     hardware: Annotated[str, typer.Option(help="A machine of the table, or a YAML file of one.", metavar="NAME|FILE")] = "H200",
-    nodes: Annotated[int | None, typer.Option(min=1, help="Of the whole run; those that do not train generate.")] = None,
-    length: Annotated[int | None, typer.Option(min=1, help="Mean tokens of a rollout; default: the longest allowed.")] = None,
+    nodes: Annotated[int | None, typer.Option(min=1, help=NODES)] = None,
+    length: Annotated[
+        int | None, typer.Option(min=1, help="Mean tokens of a rollout or conversation; default: the longest allowed.")
+    ] = None,
     sampled: Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Share of them that the model writes.")] = None,
     json_to: Annotated[
         str | None, typer.Option("--json", metavar="FILE", help="Write the plan there too; - for stdout.")

@@ -41,6 +41,11 @@ class Plan:
     transfer: Transfer
 
     @property
+    def fine_tuning(self) -> bool:
+        """Nothing is sampled: conversations alone are trained on, and no engine is there."""
+        return not self.config.envs
+
+    @property
     def peak(self) -> Times:
         return work.times(self.asked.work, self.hardware, work.PEAK)
 
@@ -48,13 +53,15 @@ class Plan:
     def step_s(self) -> float:
         """The slower role bounds an asynchronous run; a synchronous one waits for both and for the weights."""
         trainer = self.asked.times.serial
+        if self.fine_tuning:
+            return trainer
         if self.config.orchestrator.synchronous:
             return trainer + self.rollouts.seconds + self.transfer.seconds
         return max(trainer, self.rollouts.seconds)
 
     @property
     def all_gpus(self) -> int:
-        return self.config.trainer.ranks + self.gpus * self.config.inference.replicas
+        return self.config.trainer.ranks + (0 if self.fine_tuning else self.gpus * self.config.inference.replicas)
 
     @property
     def mfu(self) -> float:
@@ -65,7 +72,7 @@ class Plan:
     def problems(self) -> list[str]:
         out = [f"trainer: {self.asked.problem}"] if self.asked.problem else []
         need = self.engine.total
-        if need > self.hardware.usable:
+        if need > self.hardware.usable and not self.fine_tuning:
             why = f"inference: a GPU of an engine of {self.gpus} needs {need / 1e9:.1f} GB of {self.hardware.usable / 1e9:.1f}"
             out.append(f"{why} that {self.hardware.name} has to give; {self._engine_mend()}")
         return out
@@ -75,7 +82,10 @@ class Plan:
         while gpus < 1024:
             gpus *= 2
             if inference_memory(self.spec, self.config, gpus, self.hardware).total <= self.hardware.usable:
-                return f"nearest that fits: engines of {gpus} GPUs (fewer inference.replicas, or --nodes)"
+                all_gpus = self.config.trainer.ranks + gpus * self.config.inference.replicas
+                nodes, rest = divmod(all_gpus, self.hardware.gpus_per_node)
+                said = "other --nodes" if rest else f"--nodes {nodes}"
+                return f"nearest that fits: engines of {gpus} GPUs ({said}, or fewer inference.replicas)"
         return "no engine of up to 1024 GPUs fits: lower inference.kv_tokens"
 
     def record(self) -> dict[str, Any]:
@@ -104,7 +114,9 @@ class Plan:
                 "seconds_at_peak": seconds(self.peak),
                 "mfu": self.mfu,
             },
-            "inference": {
+            "inference": None
+            if self.fine_tuning
+            else {
                 "replicas": self.config.inference.replicas,
                 "gpus_of_one": self.gpus,
                 "memory": memory(self.engine),
@@ -113,7 +125,9 @@ class Plan:
                 "seconds": self.rollouts.seconds,
                 "bound": self.rollouts.bound,
             },
-            "transfer": {"stored": self.transfer.stored, "read": self.transfer.read, "seconds": self.transfer.seconds},
+            "transfer": None
+            if self.fine_tuning
+            else {"stored": self.transfer.stored, "read": self.transfer.read, "seconds": self.transfer.seconds},
             "step": {"seconds": self.step_s, "gpu_hours": self.step_s * self.all_gpus / 3600, "gpus": self.all_gpus},
             "problems": self.problems,
             "best": None if top is None else {"changes": top.changes, "seconds": seconds(top.times), "bytes": top.memory.total},
@@ -136,10 +150,11 @@ def make(
 ) -> Plan:
     """`nodes`: of the whole run, those that do not train generate; default: a node for each vLLM engine, a GPU for each
     embedded one. `length`: mean tokens of a rollout, default the longest allowed. `search`: look at other choices too.
-    MeshError, PlanError."""
+    Of a configuration without environments it is fine-tuning's plan, on trainer.ranks alone. MeshError, PlanError."""
     per, replicas = hardware.gpus_per_node, config.inference.replicas
     gpus = 1 if config.inference.engine == "embedded" else per
-    if nodes is not None:
+    sft = None if config.envs else config.sft
+    if nodes is not None and sft is None:
         left = nodes * per - config.trainer.ranks
         if left < replicas or left % replicas:
             raise PlanError(
@@ -147,7 +162,11 @@ def make(
                 f"inference.replicas = {replicas} do not share evenly: change one of the three"
             )
         gpus = left // replicas
-    batch = Batch(config.orchestrator.batch_size, min(length or config.sampling.max_length, config.sampling.max_length))
+    rows, longest = config.orchestrator.batch_size, config.sampling.max_length
+    if sft is not None:
+        rows, longest = sft.batch_size, sft.max_length or config.trainer.pack_tokens
+        config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"optim": sft.optim})})
+    batch = Batch(rows, min(length or longest, longest))
     share = DEFAULT_SAMPLED if sampled is None else sampled
     asked = as_asked(spec, config, hardware, batch)
     return Plan(

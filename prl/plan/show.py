@@ -33,19 +33,21 @@ def seconds(s: float) -> str:
 def lines(plan: Plan) -> Iterator[str]:
     c, w, h = plan.asked, plan.asked.work, plan.hardware
     t, m, i = plan.config.trainer, plan.asked.memory, plan.config.inference
-    yield f"{plan.config.run.name} on {h.name}: {plan.batch.rollouts} rollouts of {plan.batch.length:,} tokens a step"
+    what = "conversations" if plan.fine_tuning else "rollouts"
+    yield f"{plan.config.run.name} on {h.name}: {plan.batch.rollouts} {what} of {plan.batch.length:,} tokens a step"
     yield (
         f"trainer: {t.ranks} ranks, cp {c.shape.context}, ep {c.shape.expert}, {w.micro_batches} micro-batches of "
         f"{t.pack_tokens:,} tokens, {t.precision}, recompute {t.recompute}, offload {t.offload}"
     )
-    yield f"inference: {i.replicas} engines of {plan.gpus} GPUs, {i.precision}, {plan.rollouts.sequences} sequences each"
+    if not plan.fine_tuning:
+        yield f"inference: {i.replicas} engines of {plan.gpus} GPUs, {i.precision}, {plan.rollouts.sequences} sequences each"
     yield ""
     yield "Bytes per GPU"
     rows = [["", "trainer", "trainer, host", "inference"]]
     rows += [[k, size(m.device[k]), size(m.host.get(k, 0)), size(plan.engine.device[k])] for k in CATEGORIES]
     rows.append(["total", size(m.total), size(m.host_total), size(plan.engine.total)])
     rows.append(["there is", size(h.usable), size(h.host_usable), size(h.usable)])
-    yield from _columns(rows)
+    yield from _columns([row[:3] for row in rows] if plan.fine_tuning else rows)
     yield f"  the trainer needs most at: {m.phase}"
     yield ""
     yield "A trainer step, each rank"
@@ -61,16 +63,20 @@ def lines(plan: Plan) -> Iterator[str]:
     yield from _columns([*rows, times("at peak", plan.peak), times("at achieved rates", c.times)])
     yield f"  MFU {plan.mfu:.0%} of bf16's peak with nothing hidden"
     yield ""
-    yield (
-        f"Rollouts of a batch: {seconds(plan.rollouts.seconds)}, bound by {plan.rollouts.bound} ({plan.sampled:.0%} of "
-        f"the tokens sampled, {plan.rollouts.step_s * 1e3:.3g} ms a token)"
-    )
-    yield f"Weights: {size(plan.transfer.stored)} a version, {seconds(plan.transfer.seconds)} at the adapters' rate"
-    slower = "trainer" if c.times.serial >= plan.rollouts.seconds else "rollouts"
-    yield (
-        f"Step: {seconds(plan.step_s)}, the {slower} bound it; {plan.all_gpus} GPUs, "
-        f"{plan.step_s * plan.all_gpus / 3600:.3g} GPU-hours a step"
-    )
+    if plan.fine_tuning:
+        hours = plan.step_s * plan.all_gpus / 3600
+        yield f"Step: {seconds(plan.step_s)}; {plan.all_gpus} GPUs, {hours:.3g} GPU-hours a step"
+    else:
+        yield (
+            f"Rollouts of a batch: {seconds(plan.rollouts.seconds)}, bound by {plan.rollouts.bound} ({plan.sampled:.0%} of "
+            f"the tokens sampled, {plan.rollouts.step_s * 1e3:.3g} ms a token)"
+        )
+        yield f"Weights: {size(plan.transfer.stored)} a version, {seconds(plan.transfer.seconds)} at the adapters' rate"
+        slower = "trainer" if c.times.serial >= plan.rollouts.seconds else "rollouts"
+        yield (
+            f"Step: {seconds(plan.step_s)}, the {slower} bound it; {plan.all_gpus} GPUs, "
+            f"{plan.step_s * plan.all_gpus / 3600:.3g} GPU-hours a step"
+        )
     fast = best(plan.found)
     if fast is not None and fast.changes:
         yield f"Fastest that fits: {' '.join(fast.changes)} ({seconds(fast.times.serial)}, {size(fast.memory.total)} a rank)"

@@ -1,5 +1,6 @@
 """Each cross-field rule: a configuration one change away from a sound one breaks exactly it, and nothing is altered."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -158,6 +159,17 @@ def test_a_broken_rule_is_named(change: dict[str, Any], path: str, says: str) ->
     found = broken_rules(broken)
     assert [p for p, _ in found] == [path] and says in found[0][1]
     assert broken.model_dump() == before
+
+
+def test_rules_of_a_model_that_cannot_be_read_and_of_sampling_that_is_not_done_stay_silent(tmp_path: Path) -> None:
+    spread = {"trainer": {"ranks": 4, "mesh": {"ep": 2}}}
+    unread = {"model": {"architecture": None, "path": tmp_path}, "tokenizer": {"characters": None, "vocab_size": None}}
+    assert [p for p, _ in broken_rules(config(spread))] == ["trainer.mesh.ep"]
+    assert broken_rules(config(spread, unread)) == []
+    (tmp_path / "config.json").write_text("[1]")
+    assert broken_rules(config(spread, unread)) == []
+    chats = {"envs": [], "sft": {"data": [{"path": "x"}], "max_length": 64}, "sampling": {"max_length": 4096}}
+    assert broken_rules(config(chats, {"trainer": {"pack_tokens": 64}})) == []
 
 
 def test_every_broken_rule_is_collected() -> None:

@@ -79,6 +79,10 @@ def test_the_other_stages(tmp_path: Path) -> None:
     sft = write_run(tmp_path / "sft", [r for r in records(5) if r["role"] == "sft"])
     status(sft, "sft", T0 + 24)
     assert "supervised warm start | step 60/600 | loss 0.406 | solve rate 0.300" in view_of(sft).line(T0 + 24)
+    loss = {"t": T0 + 24, "role": "sft", "kind": "eval", "split": "validation", "step": 60, "loss": 0.75}
+    sft = write_run(tmp_path / "chats", [*(r for r in records(5) if r["role"] == "sft"), loss])
+    status(sft, "sft", T0 + 24)
+    assert "loss 0.406 | validation loss 0.750 | solve rate 0.300" in view_of(sft).line(T0 + 24)
     control = write_run(tmp_path / "control", records(40))
     status(control, "trainer", T0, "done")
     status(control, "control", T0 + 99)

@@ -105,6 +105,16 @@ def test_an_evaluation_that_was_cut_is_counted_and_never_a_value() -> None:
     assert history.evals["rl"] == [] and history.cut_evals == 1
 
 
+def test_a_validation_is_no_evaluation_and_a_later_one_of_its_step_replaces_it() -> None:
+    def validation(step: int, loss: float) -> dict[str, object]:
+        return {"t": 1.0, "role": "sft", "kind": "eval", "split": "validation", "step": step, "loss": loss}
+
+    dev = {"t": 1.0, "role": "sft", "kind": "eval", "split": "dev", "step": 4, "greedy": 0.5}
+    history = History([dev, validation(4, 2.0), validation(8, 1.5), validation(8, 1.0)])
+    assert history.evals["sft"] == [dev]
+    assert {step: r["loss"] for step, r in history.validation.items()} == {4: 2.0, 8: 1.0}
+
+
 def test_what_the_writers_write_is_what_is_read(tmp_path: Path) -> None:
     (tmp_path / "status").mkdir()
     metrics = Metrics(tmp_path / "metrics.jsonl", "trainer")

@@ -77,6 +77,21 @@ def test_what_does_not_fit_is_refused_with_the_nearest_that_does(capsys: pytest.
     assert main([*args, *change]) == 0
 
 
+def test_fine_tuning_needs_no_engine(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(CONFIGS / "sft_glm5.yaml"), "--length", "8192", "--json", "-"]) == 0
+    out, err = capsys.readouterr()
+    record = json.loads(out)
+    assert record["batch"]["rollouts"] == 256 and record["step"]["gpus"] == 128 and record["inference"] is None
+    assert record["step"]["seconds"] == record["trainer"]["seconds"]["serial"]
+    assert "256 conversations of 8,192 tokens" in err and "inference" not in err and "Rollouts" not in err
+
+
+def test_engines_that_need_more_nodes_are_told_how_many(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(CONFIGS / "rl_glm5.yaml")]) == 2
+    assert "engines of 16 GPUs (--nodes 28, or" in capsys.readouterr().err
+    assert main([str(CONFIGS / "rl_glm5.yaml"), "--nodes", "28"]) == 0
+
+
 def test_an_engine_too_small_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(CONFIGS / "rl_glm5.yaml"), "--nodes", "28", "inference.kv_tokens=2097152"]) == 2
     assert "lower inference.kv_tokens" in capsys.readouterr().err

@@ -118,7 +118,7 @@ def test_nothing_of_an_enclosing_job_is_handed_on() -> None:
 @pytest.mark.parametrize(
     ("name", "nodes", "planned", "refused"),
     [
-        ("rl_tiny", [2, 2], "slurm-tiny on H200", ()),
+        ("rl_tiny", [2, 2], "inference: 2 engines of 1 GPUs", ()),
         ("rl_glm45_air", [2, 2], "rl_glm45_air on H200", ("model.path: models/GLM-4.5-Air: no such file",)),
         ("rl_glm5", [16, 12], "inference: 6 engines of 16 GPUs", ("inference.replicas: expected a multiple",)),
         ("sft_glm45_air", [4], "", ("sft.data.0.path: data/train.jsonl: no such file",)),
