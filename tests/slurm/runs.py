@@ -162,16 +162,16 @@ class Run:
         Measured from the fault: until Slurm has ended the life, the next one's supervisor begins, its first step is trained,
         and it is further than before.
         """
-        step, lives, restarts, began = self.step(), self.lives(), self.restarts(), time.time()
+        lives, restarts, began = self.lives(), self.restarts(), time.time()
         act()
         self.until_restart(restarts, timeout_s)
         noticed = time.time() - began
         until(f"life {lives + 1} of {self.dir.root} ({self.log})", lambda: self.lives() > lives, timeout_s)
         again = time.time() - began
-        self.until_step(step + 1)
+        steps = [(e["step"], e["t"] - began) for e in self.entries() if e["kind"] == "step"]
+        self.until_step(1 + max(n for n, t in steps if t < again))
         times = [(e["step"], e["t"] - began) for e in self.entries() if e["kind"] == "step" and e["t"] > began + again]
-        further = next(t for n, t in times if n > step)
-        measured(fault, ended_s=noticed, again_s=again, trains_s=times[0][1], further_s=further)
+        measured(fault, ended_s=noticed, again_s=again, trains_s=times[0][1], further_s=times[-1][1])
 
     def ends_in_a_restart(self, fault: str, replica: str, act: Callable[[], object], timeout_s: float = 120) -> None:
         """Let the fault happen and wait until the replica, and no other, was lost within 20 s, started again, and serves."""
