@@ -347,9 +347,10 @@ class Scheduler:
         for (reason, _), count in self.dropped.items():
             reasons[reason] += count
         named = ", ".join(f"{reason} {count}" for reason, count in reasons.most_common())
+        few = "; next to nothing is solved: warm-start the model longer (sft), or take easier tasks"
         return Exhausted(
             f"batch {self.step + 1} lost {self._lost} rollouts, more than orchestrator.max_refills = {self.rules.max_refills} "
-            f"batches of {self.rules.batch_size} ({named})",
+            f"batches of {self.rules.batch_size} ({named}){few if reasons['unsolved'] * 2 > self._lost else ''}",
             solved=self._lost == self._lost_solved,
         )
 

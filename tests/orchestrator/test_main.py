@@ -85,6 +85,7 @@ def test_a_run_without_signal_ends_with_its_reason(tmp_path: Path, env: str, whe
     assert (orchestrator.code, trainer.code) == (code, code)
     (end,) = [e for e in records(run, "event") if e["name"] == "end"]
     assert code == 0 or "orchestrator.max_refills = 2" in end["reason"] and ("unsolved" in end["reason"]) == (env == "Never")
+    assert code == 0 or ("warm-start" in end["reason"]) == (env == "Never")
     assert audit(run).ok
 
 
