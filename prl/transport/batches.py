@@ -440,7 +440,7 @@ class BatchClient(_Loop):
         with self._state:
             self.counts[reason] += 1
             self._damaged += 1
-            if self._damaged > MAX_RETRIES:
+            if self._damaged > MAX_RETRIES and not self._error:  # the first stays: more may come before it is read
                 self._error = f"{self._damaged} damaged messages in a row, the last: {text}"
                 self._state.notify_all()
             self._wants = dict.fromkeys(self._wants, 1e-9)
