@@ -17,6 +17,8 @@ _INHERITED = ("SLURM_", "SLURMD_", "SBATCH_", "SRUN_", "SALLOC_", "PMIX_", "PMI_
 _JOB = re.compile(r"SLURM_CONF|SLURM_CLUSTER_NAME|SLURM_RESTART_COUNT|SLURM_HET_SIZE|SLURM_JOB_?ID(_HET_GROUP_\d+)?")
 TIMEOUT_S = 30.0
 """For an answer of Slurm's own commands."""
+REQUEUED_S = 60.0
+"""How long Slurm may take to end the processes of a job that it was told to requeue."""
 ANSWER_S = 5.0
 """For a connection to a node."""
 

@@ -28,7 +28,7 @@ from prl.config.load import ConfigError, load_resolved
 from prl.config.schema import RunConfig, Slurm
 from prl.launch.local import Executor, role_environment
 from prl.launch.roles import role_specs
-from prl.launch.slurm.environment import Allocation, addresses, ask, hostnames, scrubbed
+from prl.launch.slurm.environment import REQUEUED_S, Allocation, addresses, ask, hostnames, scrubbed
 from prl.launch.slurm.executor import Ended, HetSlurmExecutor
 from prl.launch.slurm.findings import minutes
 from prl.launch.slurm.script import Part, Submission, run_job, submission
@@ -57,8 +57,6 @@ BACK_OFF_S = 3.0
 TRIES = 5
 """Ends of a replica that nobody asked for."""
 LEAVE_S = 8.0
-REQUEUED_S = 60.0
-"""How long Slurm may take to end a job that it was told to requeue."""
 LIMIT_MIN = 2
 """With less time left, it is the time limit that a job was warned of."""
 WARN_S = 30

@@ -22,7 +22,7 @@ from prl.config.load import ConfigError, load_resolved
 from prl.config.schema import RunConfig, Slurm
 from prl.launch.local import Executor
 from prl.launch.slurm.again import Failure, again, avoided, remembered
-from prl.launch.slurm.environment import Allocation, allocation, ask, silent
+from prl.launch.slurm.environment import REQUEUED_S, Allocation, allocation, ask, silent
 from prl.launch.slurm.executor import Ended
 from prl.launch.slurm.script import COMPONENTS, Part
 from prl.launch.slurm.status import FAILURES, RESULT, STOP
@@ -33,8 +33,6 @@ from prl.sft import WITHOUT
 from prl.trainer import ledger
 from prl.transport.run_dir import RunDir
 
-REQUEUED_S = 60.0
-"""How long Slurm may take to end the processes of a job that it was told to requeue."""
 ROOM_S = 600.0
 """How long a job holds its nodes while the disk is full."""
 
